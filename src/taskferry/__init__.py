@@ -1,0 +1,45 @@
+"""taskferry carries a fine-tune from one base model to another without training.
+
+>>> from taskferry import TaskVector, fit
+>>> tau = TaskVector.between(A, A_tuned)
+>>> alignment = fit(A, B, calibration)              # one forward and backward pass of each
+>>> alignment.apply(tau).add_to(B)
+"""
+
+from taskferry.alignment import Alignment
+from taskferry.calibration import Batch, Calibration, image_calibration, text_calibration
+from taskferry.coverage import Coverage
+from taskferry.errors import TaskferryError
+from taskferry.fitting import fit
+from taskferry.objectives import (
+    Head,
+    LanguageModel,
+    LinearProbe,
+    Objective,
+    Prototypes,
+    ZeroShot,
+    teacher_labels,
+)
+from taskferry.taskvector import LowRank, TaskVector
+from taskferry.version import __version__
+
+__all__ = [
+    "Alignment",
+    "Batch",
+    "Calibration",
+    "Coverage",
+    "Head",
+    "LanguageModel",
+    "LinearProbe",
+    "LowRank",
+    "Objective",
+    "Prototypes",
+    "TaskVector",
+    "TaskferryError",
+    "ZeroShot",
+    "__version__",
+    "fit",
+    "image_calibration",
+    "teacher_labels",
+    "text_calibration",
+]

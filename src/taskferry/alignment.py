@@ -1,0 +1,219 @@
+"""An alignment: all maps of a pair of models, with their quality and provenance. Fit once, apply many times.
+
+>>> alignment = Alignment.load("a-to-b.alignment")
+>>> tau_B = alignment.apply(tau_A)                     # no model, no data: two products a weight
+>>> print(tau_B.coverage.summary())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from taskferry.coverage import Coverage, Row
+from taskferry.errors import TaskferryError
+from taskferry.files import open_safetensors, write_safetensors
+from taskferry.procrustes import Map, bilinear
+from taskferry.sites import Site
+from taskferry.statistics import Quality
+from taskferry.taskvector import Delta, LowRank, TaskVector, match_names
+
+FORMAT = "taskferry alignment 1"
+NO_CHANGE = "the task vector does not change it"
+
+
+@dataclass(frozen=True)
+class AlignedPair:
+    """A source site, the target site that takes its change, and the key of the input map they share."""
+
+    source: Site
+    target: Site
+    reads: str
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """R_in and R_out of every paired site."""
+
+    pairs: tuple[AlignedPair, ...]
+    R_in: Mapping[str, Map]  # by AlignedPair.reads
+    R_out: Mapping[str, Map]  # by target site
+    quality_in: Mapping[str, Quality]
+    quality_out: Mapping[str, Quality]
+    source_parameters: Mapping[str, tuple[int, ...]]
+    target_parameters: Mapping[str, tuple[int, ...]]
+    reasons: Mapping[str, str]  # target parameter or site -> why it is not moved
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def apply(self, tau: TaskVector) -> TaskVector:
+        """τ_B = R_outᵀ τ_A R_in at every site, R_out on every bias; low-rank stays low-rank of the same rank."""
+        names = match_names(tau.deltas, self.source_parameters)
+        deltas = {names[name]: delta for name, delta in tau.deltas.items()}
+        for name, delta in deltas.items():
+            if tuple(delta.shape) != tuple(self.source_parameters[name]):
+                raise TaskferryError(
+                    f"{name}: the task vector's change is {tuple(delta.shape)}, this alignment's source has "
+                    f"{tuple(self.source_parameters[name])}: was it made on another base model?"
+                )
+        assembly: dict[str, _Assembly] = {}
+        rights: dict[tuple[str, str], Tensor] = {}  # one product A R_in for the parts of a packed matrix
+        used: set[str] = set()
+        for pair in self.pairs:
+            source, target = pair.source, pair.target
+            R_in, R_out = self.R_in[pair.reads], self.R_out[target.name]
+            weight = assembly.setdefault(target.weight, _Assembly(self.target_parameters[target.weight]))
+            if source.weight in deltas:
+                delta = deltas[source.weight]
+                used.add(source.weight)
+                if isinstance(delta, LowRank):
+                    oriented = delta.T if source.transposed else delta
+                    left = source.read_bias(oriented.left)  # rows of this site
+                    key = (source.weight, pair.reads)
+                    if key not in rights:
+                        rights[key] = R_in(oriented.right)
+                    weight.add(target, source.weight, LowRank(R_out(left.T).T, rights[key]))
+                else:
+                    weight.add(target, source.weight, bilinear(R_out, source.read(delta), R_in))
+            else:
+                weight.miss(target)
+            if target.bias is not None:
+                bias = assembly.setdefault(target.bias, _Assembly(self.target_parameters[target.bias]))
+                delta = deltas.get(source.bias or "", torch.empty(0))
+                if source.bias in deltas and isinstance(delta, Tensor):
+                    used.add(source.bias or "")
+                    bias.add(target, source.bias or "", R_out(source.read_bias(delta)[None])[0])
+                else:
+                    bias.miss(target)
+        moved = {name: part.delta() for name, part in assembly.items() if part.parts}
+        return TaskVector(moved, self._coverage(assembly, set(deltas) - used))
+
+    def _coverage(self, assembly: Mapping[str, _Assembly], unused: set[str]) -> Coverage:
+        rows = []
+        for name, shape in self.target_parameters.items():
+            part = assembly.get(name)
+            if part is None:
+                rows.append(Row(name, shape, "kept", self.reasons.get(name, "no site uses it")))
+                continue
+            reason = f"{NO_CHANGE} ({', '.join(part.missing)})" if part.parts and part.missing else ""
+            lost = [f"{site}: {why}" for site, why in self.reasons.items() if site.startswith(f"{name}#")]
+            if part.parts:
+                whole = not part.missing and not lost
+                reason = "; ".join(filter(None, [reason, *lost]))
+                rows.append(Row(name, shape, "moved" if whole else "partly", reason, tuple(part.sources)))
+            else:
+                rows.append(Row(name, shape, "kept", NO_CHANGE))
+        paired = {pair.source.weight for pair in self.pairs} | {pair.source.bias for pair in self.pairs}
+        why = {
+            name: "the target has no bias there" if name in paired else "no site of the target takes it"
+            for name in sorted(unused)
+        }
+        return Coverage(tuple(rows), why)
+
+    def save(self, path: str | Path) -> None:
+        """One safetensors file; the header holds sites, quality and provenance."""
+        tensors: dict[str, Tensor] = {}
+        for side, maps in (("in", self.R_in), ("out", self.R_out)):
+            for key, R in maps.items():
+                if R.R is not None:
+                    tensors[f"{side}/R/{key}"] = R.R
+                elif R.factors is not None:
+                    tensors[f"{side}/U/{key}"], tensors[f"{side}/V/{key}"] = R.factors
+        header = {
+            "format": FORMAT,
+            "pairs": [asdict(pair) for pair in self.pairs],
+            "quality_in": {key: asdict(q) for key, q in self.quality_in.items()},
+            "quality_out": {key: asdict(q) for key, q in self.quality_out.items()},
+            "source_parameters": dict(self.source_parameters),
+            "target_parameters": dict(self.target_parameters),
+            "reasons": dict(self.reasons),
+            "provenance": dict(self.provenance),
+        }
+        write_safetensors(path, tensors, header)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Alignment:
+        """The inverse of `save`; what is applied is the same bit for bit."""
+        with open_safetensors(path, FORMAT) as (file, header):
+            maps: dict[str, dict[str, dict[str, Tensor]]] = {"in": {}, "out": {}}
+            for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
+                side, kind, key = name.split("/", 2)
+                maps[side].setdefault(key, {})[kind] = file.get_tensor(name)
+        try:
+            return cls(
+                pairs=tuple(
+                    AlignedPair(_site(pair["source"]), _site(pair["target"]), pair["reads"]) for pair in header["pairs"]
+                ),
+                R_in={key: Map(**tensors) for key, tensors in maps["in"].items()},
+                R_out={key: Map(**tensors) for key, tensors in maps["out"].items()},
+                quality_in={key: Quality(**q) for key, q in header["quality_in"].items()},
+                quality_out={key: Quality(**q) for key, q in header["quality_out"].items()},
+                source_parameters={k: tuple(v) for k, v in header["source_parameters"].items()},
+                target_parameters={k: tuple(v) for k, v in header["target_parameters"].items()},
+                reasons=header["reasons"],
+                provenance=header["provenance"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise TaskferryError(f"{path}: a damaged alignment: {error!r}") from error
+
+
+class _Assembly:
+    """The parts of one target parameter, put together in its stored form."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.parts: list[tuple[Site, Delta]] = []
+        self.sources: dict[str, None] = {}
+        self.missing: list[str] = []
+
+    def add(self, target: Site, source: str, delta: Delta) -> None:
+        self.parts.append((target, delta))
+        self.sources[source] = None
+
+    def miss(self, target: Site) -> None:
+        self.missing.append(target.role)
+
+    def delta(self) -> Delta:
+        first, delta = self.parts[0]
+        if first.rows is None:
+            return self._stored(first, delta)
+        if all(isinstance(part, LowRank) for _, part in self.parts):
+            return self._stored(first, self._pack_low_rank())
+        # A packed matrix is put together in the orientation [out, …]; rows that did not move stay zero.
+        out = self.shape[-1] if first.transposed else self.shape[0]
+        dense = [(site.rows or (0, 0), p.dense() if isinstance(p, LowRank) else p) for site, p in self.parts]
+        whole = dense[0][1].new_zeros(out, *dense[0][1].shape[1:])
+        for (start, stop), part in dense:
+            whole[start:stop] = part
+        return self._stored(first, whole)
+
+    def _pack_low_rank(self) -> LowRank:
+        """Parts that share their right factor keep their rank; others stand side by side."""
+        rows = self.shape[1] if self.parts[0][0].transposed else self.shape[0]
+        groups: dict[int, LowRank] = {}
+        for site, part in self.parts:
+            if not isinstance(part, LowRank) or site.rows is None:
+                raise TypeError("only low-rank rows can be packed")
+            group = groups.get(id(part.right))
+            if group is None:
+                group = LowRank(part.left.new_zeros(rows, part.rank), part.right)
+                groups[id(part.right)] = group
+            group.left[site.rows[0] : site.rows[1]] = part.left
+        return LowRank(
+            torch.cat([group.left for group in groups.values()], 1),
+            torch.cat([group.right for group in groups.values()], 0),
+        )
+
+    def _stored(self, site: Site, delta: Delta) -> Delta:
+        if isinstance(delta, LowRank):
+            return delta.T if site.transposed else delta
+        return (delta.T.contiguous() if site.transposed and delta.ndim == 2 else delta).reshape(self.shape)
+
+
+def _site(data: dict[str, Any]) -> Site:
+    rows = data["rows"]
+    return Site(**{**data, "shape": tuple(data["shape"]), "rows": None if rows is None else tuple(rows)})

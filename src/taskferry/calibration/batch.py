@@ -1,0 +1,102 @@
+"""A micro-batch, and the calibration set: the same samples, in the same order, prepared for each of the models.
+
+>>> pair = (Batch({"x": images_224}, labels), Batch({"x": images_240}, labels))
+>>> calibration = Calibration([pair, ...])
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from taskferry.errors import TaskferryError
+
+IGNORED = -100  # a label position that no loss counts, in torch and transformers alike
+
+
+@dataclass(frozen=True)
+class Batch:
+    """n samples as one model takes them."""
+
+    inputs: Mapping[str, Tensor]  # keyword arguments of the model; the first dimension is the sample
+    labels: Tensor | None = None  # [n], a class each
+    ids: tuple[int, ...] = ()  # which samples, to check that both models see the same
+    spans: Mapping[str, Tensor] = field(default_factory=dict)  # stream -> [n, L, 2] character offsets
+
+    def __len__(self) -> int:
+        return int(next(iter(self.inputs.values())).shape[0])
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same on another device."""
+        inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}
+        return replace(self, inputs=inputs, labels=None if self.labels is None else self.labels.to(device))
+
+
+class Calibration:
+    """Pairs of micro-batches (source, target), checked: same number, same samples, same labels.
+
+    Kept as a sequence, because the models may be walked several times (groups of sites, scale search).
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Batch, Batch]]) -> None:
+        self.pairs: Sequence[tuple[Batch, Batch]] = list(pairs)
+        if not self.pairs:
+            raise TaskferryError("the calibration set is empty: about a hundred samples are needed")
+        for i, (A, B) in enumerate(self.pairs):
+            if len(A) != len(B):
+                raise TaskferryError(f"micro-batch {i}: {len(A)} samples for the source, {len(B)} for the target")
+            if A.ids != B.ids:
+                raise TaskferryError(f"micro-batch {i}: the two models would see different samples, or another order")
+            if (A.labels is None) != (B.labels is None) or (
+                A.labels is not None and B.labels is not None and not torch.equal(A.labels.cpu(), B.labels.cpu())
+            ):
+                raise TaskferryError(f"micro-batch {i}: the labels of source and target differ")
+
+    def __iter__(self) -> Iterator[tuple[Batch, Batch]]:
+        return iter(self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return sum(len(A) for A, _ in self.pairs)
+
+    @property
+    def labels(self) -> Tensor | None:
+        """[N] all labels, or None."""
+        labels = [A.labels.cpu() for A, _ in self.pairs if A.labels is not None]
+        return torch.cat(labels) if len(labels) == len(self.pairs) else None
+
+    def side(self, which: int) -> list[Batch]:
+        """The micro-batches of one model: 0 the source, 1 the target."""
+        return [pair[which] for pair in self.pairs]
+
+    def with_labels(self, labels: Tensor) -> Calibration:
+        """The same samples under other labels [N], such as the teacher's."""
+        if labels.shape != (self.samples,):
+            raise TaskferryError(f"{self.samples} samples need as many labels, got shape {tuple(labels.shape)}")
+        pairs, start = [], 0
+        for A, B in self.pairs:
+            part = labels[start : start + len(A)]
+            pairs.append((replace(A, labels=part), replace(B, labels=part)))
+            start += len(A)
+        return Calibration(pairs)
+
+    def identity(self) -> str:
+        """A hash of everything that both models are shown."""
+        digest = hashlib.sha256()
+        for batch in (batch for pair in self.pairs for batch in pair):
+            tensors = dict(batch.inputs)
+            if batch.labels is not None:
+                tensors["labels of the batch"] = batch.labels
+            for name in sorted(tensors):
+                value = tensors[name].detach().cpu().contiguous()
+                digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+                digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()

@@ -1,0 +1,105 @@
+"""From plain samples to a calibration set: each model's own tokenizer or image transform.
+
+>>> text_calibration(["A film.", …], tokenizer_A, tokenizer_B, labels=[0, …])
+>>> image_calibration(images, transform_A, transform_B, labels=[3, …], key=("pixel_values", "pixel_values"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from taskferry.calibration.batch import IGNORED, Batch, Calibration
+from taskferry.errors import TaskferryError
+
+
+def text_calibration(
+    texts: Sequence[str],
+    tokenizer_A: Any,
+    tokenizer_B: Any | None = None,
+    *,
+    pairs: Sequence[str] | None = None,
+    labels: Sequence[int] | None = None,
+    max_length: int = 128,
+    micro_batch: int = 16,
+    causal: bool = False,
+) -> Calibration:
+    """Text (or text pairs) through each model's tokenizer, with character offsets where it gives them.
+
+    `causal` adds next-token labels for a language model: every real token.
+    """
+    _check_sizes(texts, pairs, labels)
+
+    def batch(tokenizer: Any, chosen: range) -> Batch:
+        first = [texts[i] for i in chosen]
+        second = None if pairs is None else [pairs[i] for i in chosen]
+        fast = bool(getattr(tokenizer, "is_fast", False))
+        encoded = tokenizer(
+            first,
+            second,
+            padding=True,
+            truncation=True,
+            max_length=max_length,
+            return_tensors="pt",
+            return_offsets_mapping=fast,
+        )
+        spans = {}
+        if fast:
+            spans["tokens"] = _one_coordinate(encoded, encoded.pop("offset_mapping"), first)
+        inputs = dict(encoded)
+        if causal:
+            inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
+        return Batch(inputs, _labels(labels, chosen), tuple(chosen), spans)
+
+    return Calibration(
+        (batch(tokenizer_A, chosen), batch(tokenizer_B or tokenizer_A, chosen))
+        for chosen in _chunks(len(texts), micro_batch)
+    )
+
+
+def image_calibration(
+    images: Sequence[Any],
+    transform_A: Callable[[Any], Tensor],
+    transform_B: Callable[[Any], Tensor] | None = None,
+    *,
+    key: tuple[str, str] = ("pixel_values", "pixel_values"),
+    labels: Sequence[int] | None = None,
+    micro_batch: int = 16,
+) -> Calibration:
+    """Images through each model's transform; `key` is what the models call them (timm "x", OpenCLIP "image")."""
+    _check_sizes(images, None, labels)
+
+    def batch(transform: Callable[[Any], Tensor], name: str, chosen: range) -> Batch:
+        pixels = torch.stack([transform(images[i]) for i in chosen])
+        return Batch({name: pixels}, _labels(labels, chosen), tuple(chosen))
+
+    return Calibration(
+        (batch(transform_A, key[0], chosen), batch(transform_B or transform_A, key[1], chosen))
+        for chosen in _chunks(len(images), micro_batch)
+    )
+
+
+def _chunks(n: int, size: int) -> list[range]:
+    return [range(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def _labels(labels: Sequence[int] | None, chosen: range) -> Tensor | None:
+    return None if labels is None else torch.tensor([int(labels[i]) for i in chosen])
+
+
+def _check_sizes(samples: Sequence[Any], pairs: Sequence[Any] | None, labels: Sequence[int] | None) -> None:
+    for name, other in (("second texts", pairs), ("labels", labels)):
+        if other is not None and len(other) != len(samples):
+            raise TaskferryError(f"{len(samples)} samples but {len(other)} {name}")
+
+
+def _one_coordinate(encoded: Any, offsets: Tensor, first: Sequence[str]) -> Tensor:
+    """Offsets of the second text of a pair start at 0 again: shift them behind the first text."""
+    spans = offsets.clone()
+    for i, text in enumerate(first):
+        second = torch.tensor([part == 1 for part in encoded.sequence_ids(i)])
+        spans[i, second] += len(text) + 1
+    return spans

@@ -1,0 +1,189 @@
+"""One frozen forward and backward pass of both models in lockstep, into cross-covariances.
+
+    >>> statistics = collect(Side(A, loss_A), Side(B, loss_B), pairs, calibration)
+
+The source runs first and its activations and gradients of one micro-batch are held; the target's are
+multiplied into the sums the moment they appear, and nothing outlives its micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from taskferry.calibration.batch import Batch, Calibration
+from taskferry.errors import TaskferryError
+from taskferry.families import Family, family_of
+from taskferry.pairing import Pair
+from taskferry.recorder import Call, OnGradient, OnInput, Recorder
+from taskferry.sites import Site
+from taskferry.statistics import CrossCovariance
+from taskferry.tokens import Layout, TokenMatch, match
+
+Loss = Callable[[Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One model with the loss whose gradient is taken, summed over the samples of a micro-batch."""
+
+    model: nn.Module
+    loss: Loss
+
+    @property
+    def family(self) -> Family:
+        """The family of the model."""
+        return family_of(self.model)
+
+
+@dataclass
+class Statistics:
+    """Sums for a group of pairs. Sites that read the same tensors share one entry of `inputs`."""
+
+    inputs: dict[str, CrossCovariance] = field(default_factory=dict)  # by the first target site that reads it
+    outputs: dict[str, CrossCovariance] = field(default_factory=dict)  # by target site
+    reads: dict[str, str] = field(default_factory=dict)  # target site -> key of `inputs`
+
+    def merge(self, other: Statistics) -> None:
+        """Add the sums of another part of the calibration set."""
+        for mine, theirs in ((self.inputs, other.inputs), (self.outputs, other.outputs)):
+            for key, sums in theirs.items():
+                mine.setdefault(key, CrossCovariance(sums.d_A, sums.d_B)).merge(sums)
+        self.reads.update(other.reads)
+
+
+def collect(
+    source: Side,
+    target: Side,
+    pairs: Iterable[Pair],
+    calibration: Calibration,
+    on_batch: Callable[[], None] | None = None,
+) -> Statistics:
+    """Cross-covariances of all pairs over the calibration set.
+
+    Memory: the sums, one graph at a time, and the source's activations and gradients of one micro-batch.
+    """
+    by_target = {pair.target.name: pair for pair in pairs}
+    statistics = Statistics()
+    with frozen(source.model), frozen(target.model), torch.enable_grad():
+        for batch_A, batch_B in calibration:
+            _MicroBatch(source, target, by_target, statistics, batch_A, batch_B).run()
+            if on_batch is not None:
+                on_batch()
+    return statistics
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Eval mode, and no parameter asks for a gradient; everything as before afterwards."""
+    training = [module for module in model.modules() if module.training]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.eval()
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's inputs belong."""
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+class _MicroBatch:
+    """The state of one micro-batch: the source's rows, and what the target has already been paired with."""
+
+    def __init__(
+        self,
+        source: Side,
+        target: Side,
+        by_target: dict[str, Pair],
+        statistics: Statistics,
+        batch_A: Batch,
+        batch_B: Batch,
+    ) -> None:
+        self.source, self.target = source, target
+        self.by_target = by_target
+        self.statistics = statistics
+        self.batch_A = batch_A.to(device_of(source.model))
+        self.batch_B = batch_B.to(device_of(target.model))
+        self.X_A: dict[tuple[str, int], tuple[Call, Tensor]] = {}
+        self.G_A: dict[tuple[str, int], Tensor] = {}
+        self.shared: dict[tuple[int, int], str] = {}
+        self.matches: dict[tuple[str, str, int, int], TokenMatch] = {}
+        self.layouts_A = source.family.layouts(source.model, self.batch_A)
+        self.layouts_B = target.family.layouts(target.model, self.batch_B)
+
+    def run(self) -> None:
+        sources = {pair.source.name: pair.source for pair in self.by_target.values()}.values()
+        _forward_backward(self.source, self.batch_A, sources, self._keep_input, self._keep_gradient)
+        targets = [pair.target for pair in self.by_target.values()]
+        _forward_backward(self.target, self.batch_B, targets, self._pair_input, self._pair_gradient)
+
+    def _keep_input(self, call: Call, x: Tensor) -> None:
+        self.X_A[call.site.name, call.index] = (call, x)
+
+    def _keep_gradient(self, call: Call, g: Tensor) -> None:
+        self.G_A[call.site.name, call.index] = g
+
+    def _pair_input(self, call: Call, x_B: Tensor) -> None:
+        found = self.X_A.get((self.by_target[call.site.name].source.name, call.index))
+        if found is None:
+            return  # the source never reaches its site: no sums, and the coverage says so
+        call_A, x_A = found
+        key = self.shared.get((call_A.input, call.input))
+        if key is None:
+            # A later use of a weight adds to the sums of its first.
+            key = self.statistics.reads.get(call.site.name, call.site.name)
+            self.shared[call_A.input, call.input] = key
+            self._add(self.statistics.inputs, key, call, x_A, x_B)
+        self.statistics.reads.setdefault(call.site.name, key)
+
+    def _pair_gradient(self, call: Call, g_B: Tensor) -> None:
+        g_A = self.G_A.get((self.by_target[call.site.name].source.name, call.index))
+        if g_A is not None:
+            self._add(self.statistics.outputs, call.site.name, call, g_A, g_B)
+
+    def _add(self, sums: dict[str, CrossCovariance], key: str, call: Call, rows_A: Tensor, rows_B: Tensor) -> None:
+        pair = self.by_target[call.site.name]
+        try:
+            tokens = self._match(pair, rows_A.shape[1], rows_B.shape[1])
+            covariance = sums.setdefault(key, CrossCovariance(rows_A.shape[-1], rows_B.shape[-1]))
+            covariance.add(tokens.source(rows_A), tokens.target(rows_B))
+        except ValueError as error:
+            raise TaskferryError(
+                f"{pair.source.name} {list(rows_A.shape)} with {pair.target.name} {list(rows_B.shape)}: {error}"
+            ) from error
+
+    def _match(self, pair: Pair, length_A: int, length_B: int) -> TokenMatch:
+        key = (pair.source.stream, pair.target.stream, length_A, length_B)
+        if key not in self.matches:
+            layout_A = self.layouts_A.get(pair.source.stream, Layout())
+            layout_B = self.layouts_B.get(pair.target.stream, Layout())
+            self.matches[key] = match(layout_A, layout_B, length_A, length_B)
+        return self.matches[key]
+
+
+def _forward_backward(
+    side: Side, batch: Batch, sites: Iterable[Site], on_input: OnInput, on_gradient: OnGradient
+) -> None:
+    with Recorder(side.model, sites, samples=len(batch), on_input=on_input, on_gradient=on_gradient):
+        loss = side.loss(batch)
+    if loss.ndim or not bool(torch.isfinite(loss)):
+        raise TaskferryError(
+            f"the objective returned {loss.detach()} on {type(side.model).__name__}: one finite number is needed, "
+            "the loss summed over the samples; check the labels, or load the model in float32"
+        )
+    if not loss.requires_grad:
+        raise TaskferryError(f"the loss of {type(side.model).__name__} does not depend on any of its linear layers")
+    loss.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,90 @@
+"""What moved, what did not, and why: one row for every parameter of the target."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from taskferry.sites import is_patch_embedding
+
+Status = Literal["moved", "partly", "kept"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter of the target: moved, moved in part (some rows of a packed matrix), or kept as it was."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    status: Status
+    reason: str = ""  # why it, or part of it, did not move
+    sources: tuple[str, ...] = ()  # parameters of the source
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The table, and what the task vector changes in the source that found no place in the target."""
+
+    rows: tuple[Row, ...]
+    unused: Mapping[str, str] = field(default_factory=dict)  # source parameter -> reason
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __getitem__(self, parameter: str) -> Row:
+        return next(row for row in self.rows if row.parameter == parameter)
+
+    def moved(self) -> list[str]:
+        """Names of the parameters that moved, whole or in part."""
+        return [row.parameter for row in self.rows if row.status != "kept"]
+
+    def kept(self) -> dict[str, str]:
+        """Parameter -> reason, for those that did not move."""
+        return {row.parameter: row.reason for row in self.rows if row.status == "kept"}
+
+    def summary(self) -> str:
+        """One line a reason, for people."""
+        lines = [f"{len(self.moved())} of {len(self.rows)} parameters of the target moved"]
+        for reason, count in Counter(self.kept().values()).most_common():
+            lines.append(f"  {count} kept: {reason}")
+        for row in self.rows:
+            if row.status == "partly":
+                lines.append(f"  {row.parameter} in part: {row.reason}")
+        for reason, count in Counter(self.unused.values()).most_common():
+            lines.append(f"  {count} changes of the source not used: {reason}")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"rows": [asdict(row) for row in self.rows], "unused": dict(self.unused)}
+
+
+def reasons_to_keep(model: nn.Module) -> dict[str, str]:
+    """For every parameter that is no part of a linear map: what it is instead."""
+    reasons: dict[str, str] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{path}.{name}" if path else name
+            reasons[full] = _reason(module, name, parameter.ndim)
+    return reasons
+
+
+def _reason(module: nn.Module, name: str, ndim: int) -> str:
+    kind = type(module).__name__
+    if isinstance(module, nn.Embedding) or "Embedding" in kind:
+        return "an embedding or positional table: its rows are tokens or places, not a space of activations"
+    if "Norm" in kind:
+        return "a normalisation gain or shift: it acts on each coordinate alone, and a rotation mixes them"
+    if isinstance(module, nn.Conv2d) and is_patch_embedding(module):
+        return "a patch convolution that the source does not have in this size"
+    if "Conv" in kind and ndim > 2:
+        return "a convolution: not a linear map of one token"
+    if "emb" in name or "token" in name:
+        return "an embedding or positional table: its rows are tokens or places, not a space of activations"
+    if ndim < 2:
+        return f"a vector or scalar of {kind}, not a linear map"
+    return f"a parameter of {kind} that no linear operation was found to use"

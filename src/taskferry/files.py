@@ -1,0 +1,77 @@
+"""Writing files so that a reader sees all of one or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from taskferry.errors import TaskferryError
+
+HEADER = "taskferry"  # one metadata entry only: safetensors writes several in any order, and bytes must repeat
+
+
+def write_safetensors(path: str | Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """Write beside the destination, flush to disk, then rename over it."""
+    path = Path(path)
+    metadata = {HEADER: json.dumps(header, sort_keys=True)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    os.close(handle)
+    try:
+        save_file(_separate(tensors), temporary, metadata)
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def open_safetensors(path: str | Path, kind: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """(file, header) of a file that `write_safetensors` wrote with `{"format": kind}`."""
+    if not Path(path).is_file():
+        raise TaskferryError(f"{path} does not exist")
+    try:
+        file = safe_open(str(path), framework="pt")
+    except SafetensorError as error:
+        raise TaskferryError(f"{path} is no safetensors file: {error}") from error
+    with file as opened:
+        text = (opened.metadata() or {}).get(HEADER, "{}")
+        try:
+            header = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise TaskferryError(f"{path}: its header is damaged: {error}") from error
+        if not isinstance(header, dict) or header.get("format") != kind:
+            raise TaskferryError(f"{path} is no {kind}")
+        yield opened, header
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors that share no memory: the format has no place for views."""
+    seen: set[int] = set()
+    separate: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer in seen or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
+        seen.add(pointer)
+        separate[name] = tensor
+    return separate
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,185 @@
+"""Fit: two base models and a calibration set in, an alignment out.
+
+>>> alignment = fit(A, B, calibration)
+>>> alignment.apply(TaskVector.between(A, A_tuned)).add_to(B)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from taskferry.alignment import AlignedPair, Alignment
+from taskferry.calibration.batch import Batch, Calibration
+from taskferry.capture import Side, collect, device_of
+from taskferry.coverage import reasons_to_keep
+from taskferry.errors import TaskferryError
+from taskferry.objectives import Objective, as_objective, default_objective
+from taskferry.pairing import DepthRule, Pair, nearest_block, pair_sites
+from taskferry.procrustes import DEFAULT_TOLERANCE, Map, RankPolicy
+from taskferry.sites import Site, find_sites
+from taskferry.statistics import CrossCovariance, Quality
+from taskferry.version import __version__
+
+AnyObjective = Objective | Callable[[nn.Module, Batch], Tensor]
+Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+UNREACHED = "the calibration pass does not reach it in both models"
+NO_SIGNAL = "no signal reached it on the calibration set: its activations or gradients are zero"
+
+
+def fit(
+    source: nn.Module,
+    target: nn.Module,
+    calibration: Calibration,
+    objective: AnyObjective | tuple[AnyObjective, AnyObjective] | None = None,
+    *,
+    rank: RankPolicy = "range",
+    tolerance: float = DEFAULT_TOLERANCE,
+    depth_rule: DepthRule = nearest_block,
+    statistics_memory: int = 4 * 2**30,
+    progress: Progress | None = None,
+) -> Alignment:
+    """All maps from one frozen forward and backward pass of both models on the calibration set.
+
+    `rank` "range" keeps the directions the calibration set has seen; "full" is the paper to the letter.
+    `statistics_memory` bounds the bytes of cross-covariances alive at once: where they do not fit, the
+    sites are visited in groups, with one more pass over the calibration set for each.
+    `progress` is called with what is done, the steps done and the steps in all.
+    """
+    if isinstance(objective, tuple):
+        objective_A, objective_B = (as_objective(o) for o in objective)
+    elif objective is None:
+        objective_A, objective_B = (default_objective(m, calibration) for m in (source, target))
+    else:
+        objective_A = objective_B = as_objective(objective)
+    side_A = Side(source, objective_A.bind(source, _on_device(calibration, 0, source)))
+    side_B = Side(target, objective_B.bind(target, _on_device(calibration, 1, target)))
+
+    target_sites = find_sites(target)
+    pairs, reasons = pair_sites(find_sites(source), target_sites, depth_rule)
+    if not pairs:
+        raise TaskferryError(
+            f"no linear layer of {type(target).__name__} has a partner in {type(source).__name__}: "
+            "their blocks or roles have no name in common"
+        )
+    inputs: tuple[dict[str, Map], dict[str, Quality]] = ({}, {})
+    outputs: tuple[dict[str, Map], dict[str, Quality]] = ({}, {})
+    aligned: list[AlignedPair] = []
+    groups = list(_groups(pairs, statistics_memory))
+    capturing = _Steps(progress, "capture", len(groups) * len(calibration))
+    solving = _Steps(progress, "solve", len(pairs))
+    for group in groups:
+        statistics = collect(side_A, side_B, group, calibration, capturing.step)
+        for pair in group:
+            name = pair.target.name
+            solving.step()
+            if name not in statistics.reads or name not in statistics.outputs:
+                reasons[name] = UNREACHED
+                continue
+            key = statistics.reads[name]
+            settings: dict[str, Any] = {"rank": rank, "tolerance": tolerance}
+            found = _solve(statistics.inputs[key], key, inputs, **settings)
+            found &= _solve(statistics.outputs[name], name, outputs, **settings)
+            if found:
+                aligned.append(AlignedPair(pair.source, pair.target, key))
+            else:
+                reasons[name] = NO_SIGNAL
+    used_in = dict.fromkeys(pair.reads for pair in aligned)
+    used_out = dict.fromkeys(pair.target.name for pair in aligned)
+    return Alignment(
+        pairs=tuple(aligned),
+        R_in={key: inputs[0][key] for key in used_in},
+        R_out={key: outputs[0][key] for key in used_out},
+        quality_in={key: inputs[1][key] for key in used_in},
+        quality_out={key: outputs[1][key] for key in used_out},
+        source_parameters={name: tuple(p.shape) for name, p in source.named_parameters()},
+        target_parameters={name: tuple(p.shape) for name, p in target.named_parameters()},
+        reasons=_parameter_reasons(target, target_sites, reasons),
+        provenance={
+            "method": "bico",
+            "settings": {"rank": rank, "tolerance": tolerance, "depth_rule": depth_rule.__name__},
+            "source": {"class": type(source).__name__, "sha256": hash_parameters(source)},
+            "target": {"class": type(target).__name__, "sha256": hash_parameters(target)},
+            "objective": [objective_A.describe(), objective_B.describe()],
+            "calibration": {"samples": calibration.samples, "sha256": calibration.identity()},
+            "versions": {"taskferry": __version__, "torch": torch.__version__},
+        },
+    )
+
+
+def hash_parameters(model: nn.Module) -> str:
+    """sha256 over names, shapes, types and bytes of all parameters."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        value = parameter.detach().cpu().contiguous()
+        digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _on_device(calibration: Calibration, which: int, model: nn.Module) -> list[Batch]:
+    device = device_of(model)
+    return [batch.to(device) for batch in calibration.side(which)]
+
+
+def _groups(pairs: list[Pair], memory: int) -> Iterator[list[Pair]]:
+    """Pairs whose cross-covariances fit the memory together; a block is never split, it shares inputs."""
+    group: list[Pair] = []
+    used = 0
+    for _, block in groupby(pairs, key=lambda pair: (pair.target.stack, pair.target.block)):
+        members = list(block)
+        size = sum(4 * (a.shape[0] * b.shape[0] + a.shape[1] * b.shape[1]) for a, b in map(_sites, members))
+        if group and used + size > memory:
+            yield group
+            group, used = [], 0
+        group.extend(members)
+        used += size
+    yield group
+
+
+def _sites(pair: Pair) -> tuple[Site, Site]:
+    return pair.source, pair.target
+
+
+def _solve(sums: CrossCovariance, key: str, into: tuple[dict[str, Map], dict[str, Quality]], **settings: Any) -> bool:
+    """Solve one map unless it is there; whether it has any direction."""
+    maps, quality = into
+    if key not in maps:
+        try:
+            maps[key], quality[key] = sums.solve(**settings)
+        except ValueError as error:
+            raise TaskferryError(f"{key}: {error}") from error
+    return quality[key].rank > 0
+
+
+def _parameter_reasons(model: nn.Module, sites: list[Site], reasons: dict[str, str]) -> dict[str, str]:
+    """Parameter, or parameter#part of a packed one -> why it is not moved."""
+    by_parameter = reasons_to_keep(model)
+    for site in sites:
+        part = site.name.partition("#")[2]
+        for parameter in (site.weight, site.bias):
+            if parameter is None:
+                continue
+            if site.name in reasons:
+                by_parameter[parameter] = reasons[site.name]
+                if part:
+                    by_parameter[f"{parameter}#{part}"] = reasons[site.name]
+    return by_parameter
+
+
+class _Steps:
+    """Counts steps for the progress callback."""
+
+    def __init__(self, progress: Progress | None, what: str, total: int) -> None:
+        self.progress, self.what, self.done, self.total = progress, what, 0, total
+
+    def step(self) -> None:
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.what, self.done, self.total)

@@ -1,0 +1,156 @@
+"""Cross-covariances as sums over tokens: streaming, mergeable, serialisable.
+
+    >>> S = CrossCovariance(d_A, d_B)
+    >>> S.add(X_A, X_B)                     # one micro-batch of token rows, same order on both sides
+    >>> S.merge(other)                      # another process, another part of the calibration set
+    >>> R, quality = S.solve()
+
+While the rows seen take less room than the d_A × d_B matrix they are kept as they are: their rank is then
+exact and the decomposition small. After that only the sum is kept. A zero row adds nothing and is dropped:
+in the last block of a class-token model all tokens but one have no gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from taskferry.procrustes import (
+    DEFAULT_TOLERANCE,
+    Map,
+    RankPolicy,
+    Spectrum,
+    procrustes,
+    procrustes_from_rows,
+)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How well one map relates two spaces.
+
+    `similarity` is ⟨X_A R, X_B⟩ / (‖X_A‖ ‖X_B‖): 1 when the spaces differ by an isometry only.
+    `residual` is √(1 − similarity²): the relative error that the best multiple of the map leaves.
+    """
+
+    rank: int
+    rows: int
+    similarity: float
+    residual: float
+    largest: float
+    smallest: float
+
+
+@dataclass
+class CrossCovariance:
+    """C = Σ x_Aᵀ x_B over tokens, [d_A, d_B], with the energies ‖X_A‖² and ‖X_B‖².
+
+    Memory: at most d_A · d_B numbers of the activations' precision (float32 at least).
+    """
+
+    d_A: int
+    d_B: int
+    rows: int = 0  # rows that are not zero on either side
+    energy_A: float = 0.0
+    energy_B: float = 0.0
+    C: Tensor | None = None
+    _pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def add(self, X_A: Tensor, X_B: Tensor) -> None:
+        """Add token rows X_A [M, d_A] and X_B [M, d_B]."""
+        if X_A.shape != (X_B.shape[0], self.d_A) or X_B.shape[1] != self.d_B:
+            raise ValueError(
+                f"rows {tuple(X_A.shape)} and {tuple(X_B.shape)} do not fit a cross-covariance of "
+                f"{self.d_A} x {self.d_B}: both sides need the same number of rows"
+            )
+        X_A, X_B = _statistics_dtype(X_A), _statistics_dtype(X_B).to(X_A.device)
+        self.energy_A += float(torch.linalg.vector_norm(X_A, dtype=torch.float64)) ** 2
+        self.energy_B += float(torch.linalg.vector_norm(X_B, dtype=torch.float64)) ** 2
+        alive = X_A.any(dim=1) & X_B.any(dim=1)
+        if not bool(alive.all()):
+            X_A, X_B = X_A[alive], X_B[alive]
+        self.rows += X_A.shape[0]
+        if self.C is None and self._rows_are_smaller():
+            # Views of the model's activations must not outlive the micro-batch.
+            self._pending.append((X_A.clone(), X_B.clone()))
+            return
+        self._pending.append((X_A, X_B))
+        self._sum_pending()
+
+    def merge(self, other: CrossCovariance) -> None:
+        """Add another part's sums to this one."""
+        if (self.d_A, self.d_B) != (other.d_A, other.d_B):
+            raise ValueError(f"cannot merge {other.d_A} x {other.d_B} into {self.d_A} x {self.d_B}")
+        self.energy_A += other.energy_A
+        self.energy_B += other.energy_B
+        self.rows += other.rows
+        self._pending.extend(other._pending)
+        if self.C is None and other.C is None and self._rows_are_smaller():
+            return
+        self._sum_pending()
+        if other.C is not None:
+            self.C = other.C.clone() if self.C is None else self.C + other.C.to(self.C)
+
+    def matrix(self) -> Tensor:
+        """C as one matrix [d_A, d_B]."""
+        self._sum_pending()
+        return torch.zeros(self.d_A, self.d_B) if self.C is None else self.C
+
+    def solve(self, *, rank: RankPolicy = "range", tolerance: float = DEFAULT_TOLERANCE) -> tuple[Map, Quality]:
+        """The Procrustes map of what has been added, and how good it is."""
+        if self._pending and rank == "range":
+            X_A = torch.cat([a for a, _ in self._pending])
+            X_B = torch.cat([b for _, b in self._pending])
+            R, spectrum = procrustes_from_rows(X_A, X_B, tolerance=tolerance)
+        else:
+            R, spectrum = procrustes(self.matrix(), rank=rank, tolerance=tolerance)
+        return R, self._quality(spectrum)
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors that hold all of it, for a safetensors file or a collective."""
+        state = {"numbers": torch.tensor([self.rows, self.energy_A, self.energy_B], dtype=torch.float64)}
+        if self.C is not None:
+            state["C"] = self.C
+        elif self._pending:
+            state["X_A"] = torch.cat([a for a, _ in self._pending])
+            state["X_B"] = torch.cat([b for _, b in self._pending])
+        return state
+
+    @classmethod
+    def from_state(cls, d_A: int, d_B: int, state: dict[str, Tensor]) -> CrossCovariance:
+        """The inverse of `state`."""
+        rows, energy_A, energy_B = state["numbers"].tolist()
+        S = cls(d_A, d_B, rows=int(rows), energy_A=energy_A, energy_B=energy_B, C=state.get("C"))
+        if "X_A" in state:
+            S._pending.append((state["X_A"], state["X_B"]))
+        return S
+
+    def _rows_are_smaller(self) -> bool:
+        return self.rows * (self.d_A + self.d_B) <= self.d_A * self.d_B
+
+    def _sum_pending(self) -> None:
+        for X_A, X_B in self._pending:
+            if self.C is None:
+                self.C = X_A.T @ X_B
+            else:
+                self.C.addmm_(X_A.T, X_B)  # one call per micro-batch, no temporary
+        self._pending.clear()
+
+    def _quality(self, spectrum: Spectrum) -> Quality:
+        energy = (self.energy_A * self.energy_B) ** 0.5
+        similarity = min(1.0, spectrum.nuclear / energy) if energy > 0 else 0.0
+        return Quality(
+            rank=spectrum.rank,
+            rows=self.rows,
+            similarity=similarity,
+            residual=(1.0 - similarity**2) ** 0.5,
+            largest=spectrum.largest,
+            smallest=spectrum.smallest,
+        )
+
+
+def _statistics_dtype(X: Tensor) -> Tensor:
+    """Half precision overflows and forgets in sums: float32 at least."""
+    return X if X.dtype in (torch.float32, torch.float64) else X.float()

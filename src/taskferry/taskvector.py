@@ -1,0 +1,209 @@
+"""Task vectors τ = tuned − base (paper, equation 1): dense, or low-rank as in LoRA.
+
+>>> tau = TaskVector.between(base, tuned)
+>>> tau = TaskVector({"layers.0.q_proj.weight": LowRank(B * alpha / r, A)})
+>>> (0.5 * tau_1 + tau_2).norm()
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from taskferry.errors import TaskferryError
+from taskferry.files import open_safetensors, write_safetensors
+
+if TYPE_CHECKING:
+    from taskferry.coverage import Coverage
+
+FORMAT = "taskferry task vector 1"
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A change of one weight as left @ right, [rows, r] @ [r, columns], in the weight's stored orientation."""
+
+    left: Tensor
+    right: Tensor
+
+    def __post_init__(self) -> None:
+        if self.left.ndim != 2 or self.right.ndim != 2 or self.left.shape[1] != self.right.shape[0]:
+            raise TaskferryError(f"factors {tuple(self.left.shape)} and {tuple(self.right.shape)} do not multiply")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns) of the product."""
+        return self.left.shape[0], self.right.shape[1]
+
+    @property
+    def rank(self) -> int:
+        """Number of columns of the left factor."""
+        return self.left.shape[1]
+
+    @property
+    def T(self) -> LowRank:
+        """The transpose."""
+        return LowRank(self.right.T, self.left.T)
+
+    def dense(self) -> Tensor:
+        """The product."""
+        return self.left @ self.right
+
+    def norm(self) -> float:
+        """Frobenius norm, from two r × r matrices."""
+        left, right = self.left.double(), self.right.double()
+        return math.sqrt(max(0.0, float(((left.T @ left) * (right @ right.T).T).sum())))
+
+
+Delta = Tensor | LowRank
+
+
+@dataclass(frozen=True)
+class TaskVector:
+    """Changes by parameter name, as the model stores its parameters. Absent parameters do not change."""
+
+    deltas: Mapping[str, Delta]
+    coverage: Coverage | None = field(default=None, compare=False)
+
+    @classmethod
+    def between(cls, base: nn.Module | Mapping[str, Tensor], tuned: nn.Module | Mapping[str, Tensor]) -> TaskVector:
+        """τ = tuned − base, in float32 at least; parameters that did not change are left out."""
+        before, after = _parameters(base), _parameters(tuned)
+        missing = sorted(set(before) ^ set(after))
+        if missing:
+            raise TaskferryError(
+                f"base and tuned model differ in {len(missing)} parameters ({', '.join(missing[:3])} …): "
+                "give the base model that was tuned"
+            )
+        deltas: dict[str, Delta] = {}
+        for name, start in before.items():
+            end = after[name]
+            if start.shape != end.shape:
+                raise TaskferryError(
+                    f"{name} is {tuple(start.shape)} in the base and {tuple(end.shape)} in the tuned model: "
+                    "give the base model that was tuned"
+                )
+            if start.is_floating_point() and not torch.equal(start, end.to(start)):
+                precision = torch.promote_types(start.dtype, torch.float32)
+                deltas[name] = end.detach().to(start.device, precision) - start.detach().to(precision)
+        return cls(deltas)
+
+    def __add__(self, other: TaskVector) -> TaskVector:
+        deltas = dict(self.deltas)
+        for name, delta in other.deltas.items():
+            deltas[name] = _add(name, deltas[name], delta) if name in deltas else delta
+        return TaskVector(deltas)
+
+    def __sub__(self, other: TaskVector) -> TaskVector:
+        return self + (-1.0) * other
+
+    def __mul__(self, scale: float) -> TaskVector:
+        def scaled(delta: Delta) -> Delta:
+            return LowRank(delta.left * scale, delta.right) if isinstance(delta, LowRank) else delta * scale
+
+        return TaskVector({name: scaled(delta) for name, delta in self.deltas.items()}, self.coverage)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> TaskVector:
+        return -1.0 * self
+
+    def __len__(self) -> int:
+        return len(self.deltas)
+
+    def norm(self) -> float:
+        """‖τ‖ over all parameters."""
+        total = 0.0
+        for delta in self.deltas.values():
+            norm = delta.norm() if isinstance(delta, LowRank) else float(torch.linalg.vector_norm(delta.double()))
+            total += norm**2
+        return math.sqrt(total)
+
+    def dense(self) -> TaskVector:
+        """The same with every low-rank change multiplied out."""
+        deltas = {n: d.dense() if isinstance(d, LowRank) else d for n, d in self.deltas.items()}
+        return TaskVector(deltas, self.coverage)
+
+    @torch.no_grad()
+    def add_to(self, model: nn.Module, scale: float = 1.0) -> nn.Module:
+        """θ + scale · τ, in place (paper, equation 9); returns the model."""
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        renamed = match_names(self.deltas, parameters)
+        for name, delta in self.deltas.items():
+            parameter = parameters[renamed[name]]
+            change = delta.dense() if isinstance(delta, LowRank) else delta
+            if change.shape != parameter.shape:
+                raise TaskferryError(
+                    f"{name}: a change of shape {tuple(change.shape)} on a parameter of {tuple(parameter.shape)}"
+                )
+            # Half-precision weights are summed in the change's precision and rounded once.
+            parameter.copy_(parameter.to(change.dtype) + scale * change.to(parameter.device))
+        return model
+
+    def save(self, path: str | Path) -> None:
+        """One safetensors file; low-rank changes keep their two factors."""
+        tensors: dict[str, Tensor] = {}
+        for name, delta in self.deltas.items():
+            if isinstance(delta, LowRank):
+                tensors[f"left/{name}"], tensors[f"right/{name}"] = delta.left, delta.right
+            else:
+                tensors[f"dense/{name}"] = delta
+        write_safetensors(path, tensors, {"format": FORMAT})
+
+    @classmethod
+    def load(cls, path: str | Path) -> TaskVector:
+        """The inverse of `save`."""
+        deltas: dict[str, Delta] = {}
+        with open_safetensors(path, FORMAT) as (file, _):
+            for key in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
+                kind, name = key.split("/", 1)
+                if kind == "dense":
+                    deltas[name] = file.get_tensor(key)
+                elif kind == "left":
+                    deltas[name] = LowRank(file.get_tensor(key), file.get_tensor(f"right/{name}"))
+        return cls(deltas)
+
+
+def match_names(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
+    """Each name as the other side spells it: with or without a prefix such as `bert.` or `model.`."""
+    known = list(known)
+    exact = set(known)
+    by_tail: dict[str, list[str]] = {}
+    for name in known:
+        by_tail.setdefault(_tail(name), []).append(name)
+    found: dict[str, str] = {}
+    for name in names:
+        if name in exact:
+            found[name] = name
+            continue
+        fits = [k for k in by_tail.get(_tail(name), []) if k.endswith(f".{name}") or name.endswith(f".{k}")]
+        if len(fits) != 1:
+            raise TaskferryError(
+                f"'{name}' is {'ambiguous' if fits else 'not a parameter'} here"
+                f"{': ' + ', '.join(fits[:3]) if fits else ''}: was this task vector made on another base model?"
+            )
+        found[name] = fits[0]
+    return found
+
+
+def _tail(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
+
+
+def _parameters(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
+
+
+def _add(name: str, a: Delta, b: Delta) -> Delta:
+    if tuple(a.shape) != tuple(b.shape):
+        raise TaskferryError(f"{name}: cannot add changes of shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    if isinstance(a, LowRank) and isinstance(b, LowRank):
+        return LowRank(torch.cat([a.left, b.left], 1), torch.cat([a.right, b.right], 0))
+    dense_a = a.dense() if isinstance(a, LowRank) else a
+    return dense_a + (b.dense() if isinstance(b, LowRank) else b)
