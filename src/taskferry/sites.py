@@ -94,11 +94,11 @@ def find_sites(model: nn.Module, family: Family | None = None) -> list[Site]:
 
 def _linear_parameters(model: nn.Module, family: Family) -> list[LinearParameter]:
     found: list[LinearParameter] = []
-    seen: set[int] = set()  # a tied weight is one site, under its first name
+    # A tied weight counts once, under its first name: a head tied to the embedding is the embedding.
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def add(linear: LinearParameter, parameter: Tensor) -> None:
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
+        if names[id(parameter)] == linear.weight:
             found.append(linear)
 
     for path, module in model.named_modules():
