@@ -1,0 +1,107 @@
+"""Arithmetic, names, files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.tiny import TINY, tuned
+from torch import nn
+
+from taskferry import LowRank, TaskferryError, TaskVector
+from taskferry.taskvector import match_names
+
+
+def low(seed: int = 0) -> LowRank:
+    g = torch.Generator().manual_seed(seed)
+    return LowRank(torch.randn(5, 2, generator=g), torch.randn(2, 4, generator=g))
+
+
+def test_arithmetic_of_dense_and_low_rank() -> None:
+    a, b = TaskVector({"w": low(0), "b": torch.ones(3)}), TaskVector({"w": low(1), "c": torch.ones(2)})
+    total = 2 * a - b
+    assert isinstance(total.deltas["w"], LowRank)
+    assert total.deltas["w"].rank == 4
+    assert torch.allclose(total.deltas["w"].dense(), 2 * low(0).dense() - low(1).dense(), atol=1e-6)
+    assert torch.equal(total.deltas["b"], torch.full((3,), 2.0))
+    assert torch.equal(total.deltas["c"], torch.full((2,), -1.0))
+    mixed = a + TaskVector({"w": torch.ones(5, 4)})
+    assert torch.allclose(mixed.deltas["w"], low(0).dense() + 1)
+    assert a.norm() == pytest.approx(a.dense().norm(), rel=1e-6)
+    assert (a - a).norm() == pytest.approx(0, abs=1e-6)
+    assert (-a).norm() == pytest.approx(a.norm())
+    with pytest.raises(TaskferryError, match=r"w.*\(5, 4\).*\(4, 5\)"):
+        a + TaskVector({"w": low().T})
+
+
+def test_between_and_add_to_are_inverse() -> None:
+    tiny = TINY["gpt2"]
+    base = tiny.model(16, 2, 0)
+    target = tuned(base)
+    tau = TaskVector.between(dict(base.named_parameters()), target)
+    tau.add_to(base)
+    assert all(torch.allclose(p, target[name], atol=1e-6) for name, p in base.named_parameters())
+    assert base.lm_head.weight is base.transformer.wte.weight  # still tied
+
+
+def test_half_precision_is_subtracted_in_float32_and_keeps_its_type() -> None:
+    base, after = nn.Linear(3, 3).to(torch.bfloat16), nn.Linear(3, 3).to(torch.bfloat16)
+    tau = TaskVector.between(base, after)
+    assert all(delta.dtype == torch.float32 for delta in tau.deltas.values())
+    tau.add_to(base)
+    assert base.weight.dtype == torch.bfloat16
+    assert torch.equal(base.weight, after.weight)
+
+
+def test_unchanged_parameters_are_left_out() -> None:
+    base = nn.Linear(3, 3)
+    after = {"weight": base.weight.detach() + 1, "bias": base.bias.detach()}
+    assert list(TaskVector.between(base, after).deltas) == ["weight"]
+
+
+def test_another_base_is_refused() -> None:
+    with pytest.raises(TaskferryError, match=r"weight is \(3, 3\) in the base and \(4, 3\)"):
+        TaskVector.between(nn.Linear(3, 3), nn.Linear(3, 4))
+    with pytest.raises(TaskferryError, match=r"differ in 1 parameters \(bias"):
+        TaskVector.between(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
+    with pytest.raises(TaskferryError, match="a change of shape"):
+        TaskVector({"weight": torch.ones(2, 2)}).add_to(nn.Linear(3, 3))
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    shared = torch.randn(2, 4)
+    tau = TaskVector({"w": low(), "v": LowRank(torch.randn(3, 2), shared), "u": LowRank(torch.randn(3, 2), shared),
+                      "b": torch.randn(6)[::2]})  # fmt: skip
+    tau.save(tmp_path / "deep" / "tau.safetensors")
+    again = TaskVector.load(tmp_path / "deep" / "tau.safetensors")
+    assert again.deltas.keys() == tau.deltas.keys()
+    for name, delta in tau.deltas.items():
+        other = again.deltas[name]
+        assert isinstance(other, LowRank) == isinstance(delta, LowRank)
+        one, two = (d.dense() if isinstance(d, LowRank) else d for d in (delta, other))
+        assert torch.equal(one, two)
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["tau.safetensors"]  # nothing half-written
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(TaskferryError, match="is no taskferry task vector"):
+        TaskVector.load(tmp_path / "other.safetensors")
+    (tmp_path / "junk.safetensors").write_bytes(b"\x80\x04junk")
+    with pytest.raises(TaskferryError, match="no safetensors file"):
+        TaskVector.load(tmp_path / "junk.safetensors")
+    with pytest.raises(TaskferryError, match="does not exist"):
+        TaskVector.load(tmp_path / "absent.safetensors")
+
+
+def test_names_with_and_without_a_prefix() -> None:
+    known = ["bert.encoder.layer.0.w", "bert.encoder.layer.1.w", "classifier.w"]
+    assert match_names(["encoder.layer.1.w"], known) == {"encoder.layer.1.w": "bert.encoder.layer.1.w"}
+    assert match_names(["model.classifier.w"], known) == {"model.classifier.w": "classifier.w"}
+    with pytest.raises(TaskferryError, match="not a parameter here"):
+        match_names(["encoder.layer.2.w"], known)
+    with pytest.raises(TaskferryError, match="ambiguous"):
+        match_names(["layer.0.w"], ["a.layer.0.w", "b.layer.0.w"])
