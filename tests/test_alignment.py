@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tiny import TINY, tuned
 from torch import nn
 
 from taskferry import Alignment, Batch, Calibration, LowRank, TaskferryError, TaskVector, fit
 from taskferry.fitting import NO_SIGNAL, UNREACHED
+from tests.tiny import TINY, tuned
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,9 @@ def test_coverage_has_every_parameter_with_its_reason(llama: Alignment) -> None:
 def test_towers_that_are_not_run_are_listed() -> None:
     tiny = TINY["openclip"]
     A, B = tiny.model(16, 2, 1), tiny.model(24, 2, 2)
-    moved = fit(A, B, tiny.calibration(), tiny.objective).apply(TaskVector.between(dict(A.named_parameters()), tuned(A)))
+    moved = fit(A, B, tiny.calibration(), tiny.objective).apply(
+        TaskVector.between(dict(A.named_parameters()), tuned(A))
+    )
     kept = moved.coverage.kept()  # type: ignore[union-attr]
     assert kept["transformer.resblocks.0.attn.in_proj_weight"] == UNREACHED
     assert kept["text_projection"] == UNREACHED
@@ -58,7 +60,9 @@ def test_patches_of_different_size_are_kept_with_the_reason() -> None:
     visual = {"image_size": 32, "patch_size": 4, "width": 24, "head_width": 6, "layers": 2}
     words = {"context_length": 8, "vocab_size": 40, "width": 24, "heads": 4, "layers": 2}
     B = open_clip.CLIP(embed_dim=12, vision_cfg=visual, text_cfg=words)
-    moved = fit(A, B, tiny.calibration(), tiny.objective).apply(TaskVector.between(dict(A.named_parameters()), tuned(A)))
+    moved = fit(A, B, tiny.calibration(), tiny.objective).apply(
+        TaskVector.between(dict(A.named_parameters()), tuned(A))
+    )
     coverage = moved.coverage
     assert coverage is not None
     assert coverage.kept()["visual.conv1.weight"] == "patches of different size: 192 and 48 numbers in a patch"
@@ -111,7 +115,7 @@ def test_a_task_vector_of_another_model_is_refused(llama: Alignment) -> None:
 
 def test_models_that_have_nothing_in_common_are_refused() -> None:
     batch = Batch({"x": torch.randn(4, 6, 10)}, torch.arange(4) % 2)
-    with pytest.raises(TaskferryError, match="no linear layer of Llama.* has a partner in Dead"):
+    with pytest.raises(TaskferryError, match=r"no linear layer of Llama.* has a partner in Dead"):
         fit(Dead(), TINY["llama"].model(16, 1, 0), Calibration([(batch, batch)]), lambda m, b: torch.zeros(()))
 
 

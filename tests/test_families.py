@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny import TINY, Tiny, relative, tuned
 from torch import Tensor, nn
 
 from taskferry import TaskVector, fit
 from taskferry.families import family_of
 from taskferry.recorder import Call, Recorder
 from taskferry.sites import Site, find_sites
+from tests.tiny import TINY, Tiny, relative, tuned
 
 FAMILIES = {
     "plain": "plain",
@@ -93,12 +93,12 @@ def test_recorded_inputs_and_gradients_are_autograds(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), [((16, 2), (24, 3)), ((24, 3), (16, 2))])
-def test_fit_and_apply_across_width_and_depth(
-    tiny: Tiny, source: tuple[int, int], target: tuple[int, int]
-) -> None:
+def test_fit_and_apply_across_width_and_depth(tiny: Tiny, source: tuple[int, int], target: tuple[int, int]) -> None:
     A, B = tiny.model(*source, seed=1), tiny.model(*target, seed=2)
     before = {name: p.detach().clone() for name, p in B.named_parameters()}
-    moved = fit(A, B, tiny.calibration(), tiny.objective).apply(TaskVector.between(dict(A.named_parameters()), tuned(A)))
+    moved = fit(A, B, tiny.calibration(), tiny.objective).apply(
+        TaskVector.between(dict(A.named_parameters()), tuned(A))
+    )
     coverage = moved.coverage
     assert coverage is not None
     assert [row.parameter for row in coverage] == list(before)
@@ -138,7 +138,7 @@ def test_the_models_are_left_as_they_were(tiny: Tiny) -> None:
     assert all(torch.equal(p, state[name]) for name, p in B.named_parameters())
 
 
-def double(batch):  # noqa: ANN001, ANN201
+def double(batch):
     from dataclasses import replace
 
     return replace(batch, inputs={k: v.double() if v.is_floating_point() else v for k, v in batch.inputs.items()})
@@ -231,6 +231,7 @@ class SplitTimm(nn.Module):
     def forward(self, x: Tensor, *_: object, **__: object) -> Tensor:
         n, length, d = x.shape
         q, k, v = (
-            layer(x).view(n, length, self.heads, -1).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj)
+            layer(x).view(n, length, self.heads, -1).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         return self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, d))

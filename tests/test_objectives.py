@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.tiny import TINY, VOCABULARY
 
 from taskferry import (
     Calibration,
@@ -19,6 +18,7 @@ from taskferry import (
     teacher_labels,
 )
 from taskferry.objectives import calibration_features, default_objective, fit_probe
+from tests.tiny import TINY, VOCABULARY
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,10 @@ def test_zero_shot_head_from_the_model_s_own_text_tower(name: str) -> None:
     tiny = TINY[name]
     model = tiny.model(16, 2, 0)
 
-    def tokenize(texts: list[str]):  # noqa: ANN202
-        ids = torch.tensor([[1 + sum(map(ord, t)) % (VOCABULARY - 3), len(t) % VOCABULARY, 3, 2, 0, 0, 0, 0] for t in texts])
+    def tokenize(texts: list[str]):
+        ids = torch.tensor(
+            [[1 + sum(map(ord, t)) % (VOCABULARY - 3), len(t) % VOCABULARY, 3, 2, 0, 0, 0, 0] for t in texts]
+        )
         return ids if name == "openclip" else Tokens(input_ids=ids, attention_mask=(ids > 0).long())
 
     objective = ZeroShot(["cat", "dog", "tree"], tokenize, ("a photo of a {}.", "a drawing of a {}."))
@@ -113,7 +115,12 @@ def test_the_teacher_labels_plain_inputs() -> None:
 
 
 def test_the_default_follows_the_model() -> None:
-    for name, kind in {"llama": LanguageModel, "t5": LanguageModel, "bert-classifier": Head, "bert": Prototypes}.items():
+    for name, kind in {
+        "llama": LanguageModel,
+        "t5": LanguageModel,
+        "bert-classifier": Head,
+        "bert": Prototypes,
+    }.items():
         tiny = TINY[name]
         assert type(default_objective(tiny.model(16, 1, 0), tiny.calibration(4, 2))) is kind
     tiny = TINY["whisper"]
@@ -135,6 +142,6 @@ def test_what_is_wrong_with_a_loss_is_said() -> None:
 
 
 class TwoClasses(Head):
-    def logits(self, model, batches):  # noqa: ANN001, ANN201
+    def logits(self, model, batches):
         inner = super().logits(model, batches)
         return lambda batch: inner(batch)[:, :2]

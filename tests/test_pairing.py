@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.tiny import TINY
 
 from taskferry.pairing import nearest_block, pair_sites
 from taskferry.sites import find_sites
+from tests.tiny import TINY
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tiny import relative
 
 from taskferry.procrustes import Map, bilinear, procrustes, procrustes_from_rows
 from taskferry.statistics import CrossCovariance
+from tests.tiny import relative
 
 SHAPES = [(6, 6), (6, 9), (9, 6)]
 
@@ -29,7 +29,9 @@ def test_it_is_the_best_isometry(d_A: int, d_B: int) -> None:
     best = torch.trace(matrix.T @ X_A.T @ X_B)  # ⟨X_A R, X_B⟩, what every isometry competes in
     assert torch.isclose(best, torch.tensor(spectrum.nuclear, dtype=best.dtype))
     for seed in range(50):
-        other = torch.linalg.qr(rows(d_B, d_A, seed + 2))[0].T if d_A <= d_B else torch.linalg.qr(rows(d_A, d_B, seed))[0]
+        other = (
+            torch.linalg.qr(rows(d_B, d_A, seed + 2))[0].T if d_A <= d_B else torch.linalg.qr(rows(d_A, d_B, seed))[0]
+        )
         assert torch.trace(other.T @ X_A.T @ X_B) < best
         skew = rows(d_B, d_B, seed + 100)
         turn = torch.matrix_exp(0.05 * (skew - skew.T))
@@ -129,7 +131,7 @@ def test_what_cannot_be_solved_says_so() -> None:
         procrustes(torch.full((3, 3), torch.nan))
     with pytest.raises(ValueError, match="matrix"):
         procrustes(torch.zeros(3))
-    with pytest.raises(ValueError, match="dense .R. or factored"):
+    with pytest.raises(ValueError, match=r"dense .R. or factored"):
         Map()
     S = CrossCovariance(3, 4)
     assert S.solve()[1].rank == 0

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tiny import TINY, tuned
 from torch import nn
 
 from taskferry import LowRank, TaskferryError, TaskVector
 from taskferry.taskvector import match_names
+from tests.tiny import TINY, tuned
 
 
 def low(seed: int = 0) -> LowRank:

@@ -64,7 +64,7 @@ def test_sequences_without_a_grid_are_resized_in_one_dimension() -> None:
 
 
 def test_tokenizers_are_paired_by_characters() -> None:
-    """"unhappy cat": [CLS] un happy cat [SEP] against <s> unh appy cat </s>."""
+    """ "unhappy cat": [CLS] un happy cat [SEP] against <s> unh appy cat </s>."""
     A = Layout(
         ids=torch.tensor([[1, 10, 11, 12, 2, 0]]),
         mask=torch.tensor([[1, 1, 1, 1, 1, 0]]),

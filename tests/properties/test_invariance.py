@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from taskferry import Alignment, Batch, Calibration, LowRank, TaskVector, fit
+from taskferry.statistics import CrossCovariance
 from tests.properties.equivariant import (
     Equivariant,
     Widths,
@@ -16,9 +19,6 @@ from tests.properties.equivariant import (
     random_task_vector,
 )
 from tests.tiny import TINY, relative, tuned
-
-from taskferry import Alignment, Batch, Calibration, LowRank, TaskVector, fit
-from taskferry.statistics import CrossCovariance
 
 BOUND = 1e-5
 
@@ -36,7 +36,7 @@ def moved(pair: tuple[Equivariant, Equivariant]) -> TaskVector:
 
 
 def test_loss_scale(pair: tuple[Equivariant, Equivariant], moved: TaskVector) -> None:
-    def scaled(model, batch):  # noqa: ANN001, ANN202
+    def scaled(model, batch):
         return (1000.0 if model is pair[0] else 1e-3) * loss(model, batch)
 
     other = fit(*pair, calibration(dtype=torch.float32), scaled).apply(random_task_vector(pair[0]))

@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+from taskferry import Alignment, fit
+from taskferry.procrustes import Map
 from tests.properties.equivariant import (
     Embedding,
     Equivariant,
@@ -15,9 +18,6 @@ from tests.properties.equivariant import (
     loss,
     random_task_vector,
 )
-
-from taskferry import Alignment, fit
-from taskferry.procrustes import Map
 
 NARROW = Widths()
 WIDE = Widths(residual=18, attention=13, value=11, hidden=20)
@@ -62,12 +62,10 @@ def test_identity_pair_gives_tau_back(dtype: torch.dtype) -> None:
 
 
 def corrupted(alignment: Alignment, change_in: object, change_out: object) -> Alignment:
-    def all_maps(maps, change):  # noqa: ANN001, ANN202
+    def all_maps(maps, change):
         return {key: Map(R=change(R.dense())) for key, R in maps.items()}
 
-    return replace(
-        alignment, R_in=all_maps(alignment.R_in, change_in), R_out=all_maps(alignment.R_out, change_out)
-    )
+    return replace(alignment, R_in=all_maps(alignment.R_in, change_in), R_out=all_maps(alignment.R_out, change_out))
 
 
 def test_a_transposed_or_one_sided_map_fails_the_same_test() -> None:
@@ -76,13 +74,13 @@ def test_a_transposed_or_one_sided_map_fails_the_same_test() -> None:
     truth = embedding.task_vector(tau)
     alignment = fit(A, B, calibration(), loss)
 
-    def same(R):  # noqa: ANN001, ANN202
+    def same(R):
         return R
 
-    def transposed(R):  # noqa: ANN001, ANN202
+    def transposed(R):
         return R.T
 
-    def identity(R):  # noqa: ANN001, ANN202
+    def identity(R):
         return torch.eye(*R.shape, dtype=R.dtype)
 
     assert distance(corrupted(alignment, same, same).apply(tau), truth) < 1e-9
@@ -116,9 +114,7 @@ def test_depth_takes_the_paper_s_blocks() -> None:
     A = Equivariant(NARROW, depth=2).double()
     B = Equivariant(NARROW, depth=4).double()
     alignment = fit(A, B, calibration(), loss)
-    chosen = {
-        (pair.target.block, pair.source.block) for pair in alignment.pairs if pair.target.block is not None
-    }
+    chosen = {(pair.target.block, pair.source.block) for pair in alignment.pairs if pair.target.block is not None}
     assert chosen == {(0, 0), (1, 0), (2, 1), (3, 1)}
     back = fit(B, A, calibration(), loss)
     assert {(p.target.block, p.source.block) for p in back.pairs if p.target.block is not None} == {(0, 0), (1, 3)}
