@@ -3,7 +3,7 @@
     python benchmarks/deit_to_vit.py [--quick] [--json benchmarks/results/deit_to_vit.json]
 
 The head of every row is the class prototypes of the same N labelled training images, computed with that row's own
-features; nothing is chosen on test images. Scale 2 and the few-shot steps are fixed beforehand.
+features; nothing is chosen on test images, and the few-shot steps are fixed beforehand.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import io
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import common
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from taskferry import Batch, Prototypes, TaskVector, fit, image_calibration
+from taskferry.scale import scale_on_calibration
 
 SIZE = 112
 
@@ -43,15 +45,17 @@ def images(path: Path, limit: int | None) -> tuple[Tensor, Tensor]:
     return torch.stack(pixels), torch.tensor(rows["label"][:limit])
 
 
-def prepare(pixels: Tensor) -> Tensor:
-    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    return (pixels.float() / 255 - mean[:, None, None]) / std[:, None, None]
+def transform(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Each model's own normalisation."""
+    mean, std = (torch.tensor(model.pretrained_cfg[key])[:, None, None] for key in ("mean", "std"))
+    return lambda pixels: (pixels.float() / 255 - mean) / std
 
 
 def train(model: nn.Module, pixels: Tensor, labels: Tensor, steps: int, lr: float, batch: int, seed: int) -> nn.Module:
     """AdamW towards a linear head trained with it; the head is thrown away."""
     torch.manual_seed(seed)
     model = copy.deepcopy(model).train()
+    prepare = transform(model)
     head = nn.Linear(model.num_features, 10)
     parameters = [{"params": model.parameters(), "lr": lr}, {"params": head.parameters(), "lr": 1e-3}]
     optimiser = torch.optim.AdamW(parameters, weight_decay=0.1)
@@ -68,8 +72,7 @@ def train(model: nn.Module, pixels: Tensor, labels: Tensor, steps: int, lr: floa
 
 @torch.no_grad()
 def accuracy(model: nn.Module, shots: list[Batch], pixels: Tensor, labels: Tensor) -> float:
-    logits = Prototypes().logits(model, shots)
-    right = 0
+    logits, prepare, right = Prototypes().logits(model, shots), transform(model), 0
     for start in range(0, len(pixels), 250):
         batch = Batch({"x": prepare(pixels[start : start + 250])})
         right += int((logits(batch).argmax(1) == labels[start : start + 250]).sum())
@@ -86,23 +89,34 @@ def main() -> None:
     tuned = train(source, pixels, labels, steps, 5e-5, 64, seed=0)
     tau = TaskVector.between(source, tuned)
     rows: dict[str, list[float]] = {}
+    scales: list[float] = []
     for seed in seeds:
         chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(seed))[:100].tolist()
         shots = image_calibration(
-            [pixels[i] for i in chosen], prepare, key=("x", "x"), labels=[int(labels[i]) for i in chosen], micro_batch=25
+            [pixels[i] for i in chosen],
+            transform(source),
+            transform(target),
+            key=("x", "x"),
+            labels=[int(labels[i]) for i in chosen],
+            micro_batch=25,
         )
         moved = fit(source, target, shots).apply(tau)
+        curve = scale_on_calibration(target, moved, Prototypes().bind(target, shots.side(1)), shots.side(1))
+        print(f"seed {seed}: scale {curve.best:.2f}", [(round(s, 2), round(v, 3)) for s, v in curve.points], flush=True)
+        scales.append(curve.best)
         few = train(target, pixels[chosen], labels[chosen], min(steps, 60), 5e-5, 50, seed=seed)
         candidates = {
             "target as it is": target,
             "+ source's task vector, added as it is": tau.add_to(copy.deepcopy(target)),
             "+ BiCo, scale 1 (the paper)": moved.add_to(copy.deepcopy(target)),
-            "+ BiCo, scale 2": moved.add_to(copy.deepcopy(target), scale=2.0),
+            "+ BiCo, scale chosen on the 100 images": moved.add_to(copy.deepcopy(target), scale=curve.best),
             "target, few-shot tuned on the same 100 images": few,
             "source, tuned on all 4,000 images": tuned,
         }
         for name, model in candidates.items():
-            rows.setdefault(name, []).append(accuracy(model, shots.side(1), *test))
+            # Each row's head is made of its own model's features of the 100 images.
+            side = shots.side(0 if model is tuned else 1)
+            rows.setdefault(name, []).append(accuracy(model, side, *test))
             print(f"seed {seed}: {name}: {rows[name][-1]:.1f}", flush=True)
     markdown = common.table(
         ["deit_tiny → vit_tiny, CIFAR-10, 100 labelled images", "accuracy"],
@@ -111,7 +125,9 @@ def main() -> None:
     failures = []
     if not options.quick and sum(rows["+ BiCo, scale 1 (the paper)"]) <= sum(rows["target as it is"]):
         failures.append("BiCo does not gain over the target")
-    common.finish({"rows": rows, "seeds": seeds, "steps": steps}, markdown, options.json, failures, started)
+    common.finish(
+        {"rows": rows, "seeds": seeds, "steps": steps, "scales": scales}, markdown, options.json, failures, started
+    )
 
 
 if __name__ == "__main__":

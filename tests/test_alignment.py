@@ -138,11 +138,11 @@ def test_the_calibration_set_is_checked() -> None:
 def test_provenance_tells_what_was_fitted(llama: Alignment) -> None:
     tiny = TINY["llama"]
     again = fit(tiny.model(16, 2, 1), tiny.model(24, 3, 2), tiny.calibration(), tiny.objective)
-    other = fit(tiny.model(16, 2, 3), tiny.model(24, 3, 2), tiny.calibration(), tiny.objective, rank="full")
+    other = fit(tiny.model(16, 2, 3), tiny.model(24, 3, 2), tiny.calibration(), tiny.objective, map_rank="full")
     assert again.provenance == llama.provenance
     assert other.provenance["source"] != llama.provenance["source"]
     assert other.provenance["target"] == llama.provenance["target"]
-    assert other.provenance["settings"]["rank"] == "full"
+    assert other.provenance["settings"]["map_rank"] == "full"
     assert llama.provenance["calibration"]["samples"] == 24
     assert llama.provenance["objective"] == ["LanguageModel()", "LanguageModel()"]
 

@@ -20,9 +20,17 @@ HEADER = "taskferry"  # one metadata entry only: safetensors writes several in a
 
 
 def write_safetensors(path: str | Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """A file of our own kinds, with its header."""
+    _write(Path(path), tensors, {HEADER: json.dumps(header, sort_keys=True)})
+
+
+def write_plain_safetensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
+    """A file as other tools write them."""
+    _write(Path(path), tensors, {"format": "pt"})
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Write beside the destination, flush to disk, then rename over it."""
-    path = Path(path)
-    metadata = {HEADER: json.dumps(header, sort_keys=True)}
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     os.close(handle)

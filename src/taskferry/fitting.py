@@ -39,7 +39,7 @@ def fit(
     calibration: Calibration,
     objective: AnyObjective | tuple[AnyObjective, AnyObjective] | None = None,
     *,
-    rank: RankPolicy = "range",
+    map_rank: RankPolicy = "range",
     tolerance: float = DEFAULT_TOLERANCE,
     depth_rule: DepthRule = nearest_block,
     statistics_memory: int = 4 * 2**30,
@@ -47,7 +47,7 @@ def fit(
 ) -> Alignment:
     """All maps from one frozen forward and backward pass of both models on the calibration set.
 
-    `rank` "range" keeps the directions the calibration set has seen; "full" is the paper to the letter.
+    `map_rank` "range" keeps the directions the calibration set has seen; "full" is the paper to the letter.
     `statistics_memory` bounds the bytes of cross-covariances alive at once: where they do not fit, the
     sites are visited in groups, with one more pass over the calibration set for each.
     `progress` is called with what is done, the steps done and the steps in all.
@@ -83,7 +83,7 @@ def fit(
                 reasons[name] = UNREACHED
                 continue
             key = statistics.reads[name]
-            settings: dict[str, Any] = {"rank": rank, "tolerance": tolerance}
+            settings: dict[str, Any] = {"rank": map_rank, "tolerance": tolerance}
             found = _solve(statistics.inputs[key], key, inputs, **settings)
             found &= _solve(statistics.outputs[name], name, outputs, **settings)
             if found:
@@ -103,14 +103,22 @@ def fit(
         reasons=_parameter_reasons(target, target_sites, reasons),
         provenance={
             "method": "bico",
-            "settings": {"rank": rank, "tolerance": tolerance, "depth_rule": depth_rule.__name__},
-            "source": {"class": type(source).__name__, "sha256": hash_parameters(source)},
-            "target": {"class": type(target).__name__, "sha256": hash_parameters(target)},
+            "settings": {"map_rank": map_rank, "tolerance": tolerance, "depth_rule": depth_rule.__name__},
+            "source": _describe(source),
+            "target": _describe(target),
             "objective": [objective_A.describe(), objective_B.describe()],
             "calibration": {"samples": calibration.samples, "sha256": calibration.identity()},
             "versions": {"taskferry": __version__, "torch": torch.__version__},
         },
     )
+
+
+def _describe(model: nn.Module) -> dict[str, str]:
+    return {
+        "class": type(model).__name__,
+        "prefix": str(getattr(model, "base_model_prefix", "")),
+        "sha256": hash_parameters(model),
+    }
 
 
 def hash_parameters(model: nn.Module) -> str:

@@ -56,7 +56,7 @@ def text_calibration(
 
     return Calibration(
         (batch(tokenizer_A, chosen), batch(tokenizer_B or tokenizer_A, chosen))
-        for chosen in _chunks(len(texts), micro_batch)
+        for chosen in chunks(len(texts), micro_batch)
     )
 
 
@@ -78,11 +78,12 @@ def image_calibration(
 
     return Calibration(
         (batch(transform_A, key[0], chosen), batch(transform_B or transform_A, key[1], chosen))
-        for chosen in _chunks(len(images), micro_batch)
+        for chosen in chunks(len(images), micro_batch)
     )
 
 
-def _chunks(n: int, size: int) -> list[range]:
+def chunks(n: int, size: int) -> list[range]:
+    """Consecutive micro-batches of n samples."""
     return [range(start, min(start + size, n)) for start in range(0, n, size)]
 
 

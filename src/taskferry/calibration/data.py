@@ -1,0 +1,143 @@
+"""Samples from files: JSONL, CSV, Parquet, image folders, hub datasets, through the `datasets` library.
+
+    >>> samples = load_samples("train.jsonl")
+    >>> samples.kind, samples.labels, samples.classes
+
+Columns say what the samples are: `image`; `messages`; `prompt` with `completion`; `text` with `text_pair`; and `label`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from taskferry.errors import TaskferryError
+
+Kind = Literal["image", "messages", "prompt", "text"]
+
+_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Rows of one kind, with a class number each where the data has labels."""
+
+    kind: Kind
+    rows: Sequence[dict[str, Any]]
+    labels: tuple[int, ...] | None
+    classes: tuple[str, ...]  # names, where the data has them
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, indices: Sequence[int]) -> Samples:
+        """Some of them, in the order given."""
+        labels = None if self.labels is None else tuple(self.labels[i] for i in indices)
+        return replace(self, rows=[self.rows[i] for i in indices], labels=labels)
+
+
+def load_samples(given: str, *, label_column: str = "label") -> Samples:
+    """All rows of a file, an image folder or a hub dataset's train split."""
+    with tempfile.TemporaryDirectory(prefix="taskferry-data-") as cache:
+        dataset = _load(given, cache)
+    columns = list(dataset.column_names)
+    kind: Kind
+    if "image" in columns:
+        kind = "image"
+    elif "messages" in columns:
+        kind = "messages"
+    elif "prompt" in columns:
+        kind = "prompt"
+    elif "text" in columns:
+        kind = "text"
+    else:
+        raise TaskferryError(
+            f"{given} has the columns {', '.join(columns)}: one of image, messages, prompt or text is needed"
+        )
+    if label_column != "label" and label_column not in columns:
+        raise TaskferryError(f"{given} has no column '{label_column}', it has {', '.join(columns)}")
+    rows = [dict(row) for row in dataset]
+    if len(rows) < 2:
+        raise TaskferryError(f"{given} has {len(rows)} sample(s): about a hundred are needed, two at the very least")
+    labels, classes = _labels(dataset, rows, label_column, given) if label_column in columns else (None, ())
+    return Samples(kind, rows, labels, classes or _classes_beside(Path(given)), given)
+
+
+def picture(row: dict[str, Any]) -> Any:
+    """The PIL image of a row: decoded already, or as encoded bytes."""
+    value = row["image"]
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        import io
+
+        from PIL import Image
+
+        return Image.open(io.BytesIO(value))
+    if isinstance(value, str):
+        raise TaskferryError(f"a row names the image file {value}: give an image folder, or images as bytes")
+    return value
+
+
+def _load(given: str, cache: str) -> Any:
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise TaskferryError("datasets is needed to read calibration data: pip install 'taskferry[data]'") from error
+    datasets.disable_progress_bars()
+    path = Path(given)
+    settings: dict[str, Any] = {"split": "train", "cache_dir": cache, "keep_in_memory": True}
+    try:
+        if path.is_dir():
+            table = next((path / f"train{end}" for end in _READERS if (path / f"train{end}").is_file()), None)
+            if table is None:
+                return datasets.load_dataset("imagefolder", data_dir=str(path), **settings)
+            path = table
+        if path.is_file():
+            if path.suffix not in _READERS:
+                raise TaskferryError(f"{given} is no {', '.join(_READERS)} file")
+            return datasets.load_dataset(_READERS[path.suffix], data_files=str(path), **settings)
+        if "/" in given and not given.startswith((".", "/")) and given.count("/") == 1:
+            name, _, revision = given.partition("@")
+            return datasets.load_dataset(name, split="train", revision=revision or None)
+    except TaskferryError:
+        raise
+    except Exception as error:  # the library raises many kinds; all mean that the data cannot be read
+        raise TaskferryError(f"{given} cannot be read: {(str(error).splitlines() or [repr(error)])[0]}") from error
+    raise TaskferryError(f"{given} does not exist")
+
+
+def _labels(
+    dataset: Any, rows: Sequence[dict[str, Any]], column: str, given: str
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Class numbers 0, 1, …; names are sorted, numbers are kept."""
+    values = [row[column] for row in rows]
+    if any(value is None for value in values):
+        missing = sum(value is None for value in values)
+        raise TaskferryError(f"{given}: {missing} rows have no {column}: fill them, or leave the column out")
+    names = getattr(dataset.features[column], "names", None)
+    if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+        if min(values) < 0:
+            raise TaskferryError(f"{given}: a {column} of {min(values)}: classes are counted from 0")
+        return tuple(values), tuple(names or ())
+    classes = tuple(sorted({str(value) for value in values}))
+    numbers = {name: i for i, name in enumerate(classes)}
+    return tuple(numbers[str(value)] for value in values), classes
+
+
+def _classes_beside(path: Path) -> tuple[str, ...]:
+    """classes.json in the folder of the file: a list of names."""
+    file = (path if path.is_dir() else path.parent) / "classes.json"
+    if not file.is_file():
+        return ()
+    try:
+        names = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return ()
+    return tuple(map(str, names)) if isinstance(names, list) else ()

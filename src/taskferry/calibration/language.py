@@ -1,0 +1,158 @@
+"""Calibration sets for language models: text, prompts with completions, chats, in one tokenizer or two.
+
+    >>> language_calibration([[Segment("2 + 2 = ", counted=False), Segment("4")]], tokenizer_A, tokenizer_B)
+
+A sample is a list of segments; the loss counts the tokens of some. Every model renders it in its own way (a chat
+template adds marks of its own); tokens are paired by the characters of the segments, whatever stands between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from taskferry.calibration.batch import IGNORED, Batch, Calibration
+from taskferry.calibration.builders import chunks
+from taskferry.errors import TaskferryError
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of text; `role` is set where it is a message of a chat."""
+
+    text: str
+    counted: bool = True
+    role: str | None = None
+
+
+@dataclass(frozen=True)
+class _Place:
+    start: int  # in the rendered text
+    stop: int
+    origin: int  # of the segment in the text of all segments: the same for both models
+    counted: bool
+
+
+def segments_of(row: Mapping[str, Any]) -> list[Segment]:
+    """A row of a file: `messages`, `prompt` with `completion`, or `text`."""
+    if row.get("messages") is not None:
+        messages = row["messages"]
+        last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
+        if last < 0:
+            raise TaskferryError("a chat without an answer of the assistant has nothing to learn from")
+        return [Segment(m["content"], i == last, m["role"]) for i, m in enumerate(messages[: last + 1])]
+    if row.get("prompt") is not None:
+        return [Segment(row["prompt"], counted=False), Segment(row["completion"])]
+    return [Segment(row["text"])]
+
+
+def language_calibration(
+    samples: Sequence[Sequence[Segment]],
+    tokenizer_A: Any,
+    tokenizer_B: Any | None = None,
+    *,
+    max_length: int = 256,
+    micro_batch: int = 8,
+) -> Calibration:
+    """For causal models: `labels` are the counted tokens."""
+
+    def batch(tokenizer: Any, chosen: range) -> Batch:
+        rendered = [_render(tokenizer, samples[i]) for i in chosen]
+        encoded = _encode(
+            tokenizer, [text for text, _ in rendered], max_length, chat=samples[chosen[0]][0].role is not None
+        )
+        spans, counted = _spans(encoded.pop("offset_mapping"), [places for _, places in rendered])
+        ids, mask = encoded["input_ids"], encoded["attention_mask"]
+        labels = ids.masked_fill((mask == 0) | ~counted, IGNORED)
+        inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        return Batch(inputs, None, tuple(chosen), {"tokens": spans})
+
+    return Calibration(
+        (batch(tokenizer_A, chosen), batch(tokenizer_B or tokenizer_A, chosen))
+        for chosen in chunks(len(samples), micro_batch)
+    )
+
+
+def sequence_calibration(
+    samples: Sequence[Sequence[Segment]],
+    tokenizer_A: Any,
+    tokenizer_B: Any | None = None,
+    *,
+    max_length: int = 256,
+    micro_batch: int = 8,
+) -> Calibration:
+    """For encoder-decoders: what does not count is read, what counts is the answer."""
+
+    def batch(tokenizer: Any, chosen: range) -> Batch:
+        asked = ["".join(s.text for s in samples[i] if not s.counted) for i in chosen]
+        answers = ["".join(s.text for s in samples[i] if s.counted) for i in chosen]
+        encoder = _encode(tokenizer, asked, max_length)
+        decoder = _encode(tokenizer, answers, max_length)
+        spans = {"tokens": encoder.pop("offset_mapping"), "decoder": decoder["offset_mapping"]}
+        labels = decoder["input_ids"].masked_fill(decoder["attention_mask"] == 0, IGNORED)
+        inputs = {"input_ids": encoder["input_ids"], "attention_mask": encoder["attention_mask"], "labels": labels}
+        return Batch(inputs, None, tuple(chosen), spans)
+
+    return Calibration(
+        (batch(tokenizer_A, chosen), batch(tokenizer_B or tokenizer_A, chosen))
+        for chosen in chunks(len(samples), micro_batch)
+    )
+
+
+def _render(tokenizer: Any, segments: Sequence[Segment]) -> tuple[str, list[_Place]]:
+    """The text a model reads, and where each segment stands in it."""
+    if segments[0].role is None:
+        text = "".join(segment.text for segment in segments)
+    else:
+        if not getattr(tokenizer, "chat_template", None):
+            raise TaskferryError(
+                "the data has messages but a model's tokenizer has no chat template: give prompt and completion columns"
+            )
+        messages = [{"role": s.role, "content": s.text} for s in segments]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    places, at, origin = [], 0, 1  # an origin of 0 would look like a special token's empty span
+    for segment in segments:
+        content = segment.text if segment.role is None else segment.text.strip()
+        start = text.find(content, at)
+        if start < 0:
+            raise TaskferryError("a chat template changes the text of a message: its tokens cannot be paired")
+        places.append(_Place(start, start + len(content), origin, segment.counted))
+        at, origin = start + len(content), origin + len(content)
+    return text, places
+
+
+def _encode(tokenizer: Any, texts: list[str], max_length: int, chat: bool = False) -> dict[str, Tensor]:
+    if not getattr(tokenizer, "is_fast", False):
+        raise TaskferryError("a fast tokenizer is needed, for its character offsets: this model has none")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return dict(
+        tokenizer(
+            texts,
+            padding=True,
+            truncation=True,
+            max_length=max_length,
+            return_tensors="pt",
+            return_offsets_mapping=True,
+            add_special_tokens=not chat,  # a chat template writes its own
+        )
+    )
+
+
+def _spans(offsets: Tensor, places: Sequence[Sequence[_Place]]) -> tuple[Tensor, Tensor]:
+    """Offsets in the segments' own characters [n, L, 2], and whether a token's segment counts [n, L]."""
+    spans = torch.zeros_like(offsets)
+    counted = torch.zeros(offsets.shape[:2], dtype=torch.bool)
+    for i, sample in enumerate(places):
+        start, stop = offsets[i, :, 0], offsets[i, :, 1]
+        for place in sample:
+            inside = (start < place.stop) & (stop > place.start) & (stop > start)
+            spans[i, inside, 0] = start[inside].clamp_min(place.start) - place.start + place.origin
+            spans[i, inside, 1] = stop[inside].clamp_max(place.stop) - place.start + place.origin
+            if place.counted:
+                counted[i] |= inside
+    return spans, counted

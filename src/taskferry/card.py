@@ -1,0 +1,86 @@
+"""What an output says about itself: taskferry.json for machines, README.md (a model card) for people and hubs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from taskferry.alignment import Alignment
+from taskferry.version import __version__
+
+
+def site_table(alignment: Alignment) -> list[dict[str, Any]]:
+    """One row a pair of sites: where its change comes from, and how good its two maps are."""
+    rows = []
+    for pair in alignment.pairs:
+        q_in, q_out = alignment.quality_in[pair.reads], alignment.quality_out[pair.target.name]
+        rows.append(
+            {
+                "target": pair.target.name,
+                "source": pair.source.name,
+                "rank_in": q_in.rank,
+                "rank_out": q_out.rank,
+                "residual_in": round(q_in.residual, 6),
+                "residual_out": round(q_out.residual, 6),
+            }
+        )
+    return rows
+
+
+def hash_files(given: str) -> dict[str, str]:
+    """sha256 of a file, or of every file of a folder (not of its subfolders)."""
+    path = Path(given)
+    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else []
+    hashes = {}
+    for file in files:
+        digest = hashlib.sha256()
+        with open(file, "rb") as data:
+            while block := data.read(1 << 20):
+                digest.update(block)
+        hashes[file.name] = digest.hexdigest()
+    return hashes
+
+
+def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """taskferry.json."""
+    text = json.dumps({"taskferry": __version__, **record}, indent=1, default=str)
+    (folder / "taskferry.json").write_text(text + "\n", encoding="utf-8")
+
+
+def write_card(folder: Path, record: Mapping[str, Any], *, adapter: bool) -> None:
+    """README.md with the fields that hubs read."""
+    settings, verdict = record["settings"], record["verdict"]
+    base = str(settings.get("target_base") or "")
+    tags = ["taskferry", "task-vector-transfer", *(["lora"] if adapter else [])]
+    fields = [f"base_model: {json.dumps(base)}", f"library_name: {'peft' if adapter else 'transformers'}"]
+    front = "\n".join(["---", *fields, "tags:", *(f"- {tag}" for tag in tags), "---"])
+    body = f"""
+# {"A LoRA adapter" if adapter else "A model"} moved with taskferry
+
+{verdict["sentence"]}
+
+- moved from: `{settings.get("source_tuned")}` on `{settings.get("source_base")}`
+- moved to: `{base}`
+- scale: {verdict["scale"]}
+- nothing was trained: the change of every linear layer was carried over by two orthogonal maps (BiCo)
+
+Biases, errors and unsafe behaviour of the source move along: evaluate before use.
+
+## To repeat
+
+```
+{record["command"]}
+```
+
+## What moved
+
+```
+{record["coverage_summary"]}
+```
+
+`taskferry.json` has all settings, hashes of the inputs, the samples used and the quality of every map.
+"""
+    (folder / "README.md").write_text(front + "\n" + body, encoding="utf-8")

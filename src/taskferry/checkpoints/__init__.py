@@ -1,0 +1,17 @@
+"""Models, adapters and outputs on disk. Nothing here runs a model."""
+
+from taskferry.checkpoints.adapters import Adapter, Skeleton, is_adapter, read_adapter, write_adapter
+from taskferry.checkpoints.models import Loaded, Tuned, load_model, load_tuned, write_model
+
+__all__ = [
+    "Adapter",
+    "Loaded",
+    "Skeleton",
+    "Tuned",
+    "is_adapter",
+    "load_model",
+    "load_tuned",
+    "read_adapter",
+    "write_adapter",
+    "write_model",
+]

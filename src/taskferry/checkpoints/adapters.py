@@ -1,0 +1,216 @@
+"""PEFT LoRA adapters: read as low-rank task vectors, written so that `PeftModel.from_pretrained` loads them.
+
+    >>> adapter = read_adapter(Path("my-lora"), Skeleton.of(base))     # adapter.tau: s B A for every module
+    >>> write_adapter(folder, moved, Skeleton.of(target), base_name="B", like=adapter)
+
+The files are read and written as they are; peft itself is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from taskferry.checkpoints.states import read_state
+from taskferry.errors import TaskferryError
+from taskferry.files import write_plain_safetensors
+from taskferry.sites import Site, find_sites
+from taskferry.taskvector import Delta, LowRank, TaskVector, match_names
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What an adapter must fit: names and shapes of a model's parameters, without the model."""
+
+    parameters: Mapping[str, tuple[int, ...]]
+    linear: frozenset[str]  # weights of linear modules
+    transposed: frozenset[str]  # those of them that are stored as [in, out]
+    prefix: str = ""  # what the model is called inside a model with a head ("bert")
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Skeleton:
+        """The skeleton of a model."""
+        parameters = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        return cls.from_sites(parameters, find_sites(model), str(getattr(model, "base_model_prefix", "")))
+
+    @classmethod
+    def from_sites(cls, parameters: Mapping[str, tuple[int, ...]], sites: Iterable[Site], prefix: str) -> Skeleton:
+        """The skeleton of a model whose sites are known, as in an alignment."""
+        linear, transposed = set(), set()
+        for site in sites:
+            if site.weight == f"{site.name.partition('#')[0]}.weight" and len(parameters[site.weight]) == 2:
+                linear.add(site.weight)
+                if site.transposed:
+                    transposed.add(site.weight)
+        return cls(parameters, frozenset(linear), frozenset(transposed), prefix)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter: its task vector on the base, its settings, and what of it is no low-rank change."""
+
+    tau: TaskVector
+    config: Mapping[str, Any]
+    prefix: str = ""  # what its modules are called beyond the base's names ("bert." on a classifier)
+    dtype: torch.dtype = torch.float32
+    ignored: Mapping[str, str] = field(default_factory=dict)  # tensor -> why it is not moved
+
+
+def is_adapter(path: Path) -> bool:
+    """A folder with an adapter's configuration."""
+    return (path / CONFIG).is_file()
+
+
+def read_adapter(folder: Path, base: Skeleton) -> Adapter:
+    """τ = s B A with s = α / r, or α / √r for rsLoRA; ranks and α by module as PEFT reads them."""
+    config = _read_config(folder)
+    weights = next((folder / n for n in (WEIGHTS, "adapter_model.bin") if (folder / n).is_file()), folder / WEIGHTS)
+    factors: dict[str, dict[str, Tensor]] = {}
+    ignored: dict[str, str] = {}
+    for key, tensor in read_state(weights).items():
+        name = key.removeprefix(_PREFIX)
+        found = _FACTOR.fullmatch(name)
+        if found is not None and tensor.ndim == 2:
+            factors.setdefault(found["module"], {})[found["side"]] = tensor
+        else:
+            ignored[name] = _why_ignored(name)
+    if not factors:
+        raise TaskferryError(f"{folder}: no LoRA factors in {weights.name}")
+    try:
+        names = match_names([f"{module}.weight" for module in factors], base.parameters)
+    except TaskferryError as error:
+        raise TaskferryError(f"{folder} was made on another base model: {error}") from error
+    deltas: dict[str, Delta] = {}
+    for module, sides in factors.items():
+        name = names[f"{module}.weight"]
+        change = _change(folder, module, sides, config)
+        change = change.T if name in base.transposed else change
+        shape = base.parameters[name]
+        if change.shape != shape:
+            raise TaskferryError(
+                f"{folder}: {module} changes a weight of shape {change.shape}, the base has {shape}: "
+                "it was made on another base model"
+            )
+        deltas[name] = change
+    first = next(iter(factors))
+    prefix = f"{first}.weight".removesuffix(names[f"{first}.weight"])
+    dtype = next(iter(factors.values()))["A"].dtype
+    return Adapter(TaskVector(deltas), config, prefix, dtype, ignored)
+
+
+def write_adapter(
+    folder: Path, tau: TaskVector, target: Skeleton, *, base_name: str, like: Adapter | None = None
+) -> None:
+    """An adapter for the target; every change must be low-rank and belong to a linear module.
+
+    The scale is part of the factors, so α = r for every module. Modules are named by their last name where
+    that selects no other module of the target, by their whole path otherwise.
+    """
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    prefix = f"{target.prefix}." if like is not None and like.prefix and target.prefix else ""
+    dtype = torch.float32 if like is None else like.dtype
+    for name, delta in tau.deltas.items():
+        if not isinstance(delta, LowRank) or name not in target.linear:
+            raise TaskferryError(f"an adapter cannot hold the change of {name}: write a full model (--as-model)")
+        path = prefix + name.removesuffix(".weight")
+        change = delta.T if name in target.transposed else delta
+        tensors[f"{_PREFIX}{path}.lora_A.weight"] = change.right.to(dtype)
+        tensors[f"{_PREFIX}{path}.lora_B.weight"] = change.left.to(dtype)
+        ranks[path] = change.rank
+    if not ranks:
+        raise TaskferryError("nothing moved, so there is no adapter to write")
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    other = {path: r for path, r in ranks.items() if r != rank}
+    config = {
+        "peft_type": "LORA",
+        "task_type": None if like is None else like.config.get("task_type"),
+        "base_model_name_or_path": base_name,
+        "r": rank,
+        "lora_alpha": rank,
+        "rank_pattern": other,
+        "alpha_pattern": other,
+        "target_modules": _target_modules(target, prefix, list(ranks)),
+        "fan_in_fan_out": bool(target.transposed & set(tau.deltas)),
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "use_rslora": False,
+        "use_dora": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
+    write_plain_safetensors(folder / WEIGHTS, tensors)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TaskferryError(f"{folder / CONFIG} is no JSON: {error}") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise TaskferryError(
+            f"{folder} is an adapter of type {kind}: only LoRA can be moved; merge it into its base first"
+        )
+    if config.get("use_dora"):
+        raise TaskferryError(
+            f"{folder} is a DoRA adapter: its magnitudes rescale the base's own weights, so it is no low-rank change; "
+            "merge it into its base and move the full fine-tune"
+        )
+    for name, kinds in (("r", int), ("lora_alpha", (int, float))):
+        value = config.get(name)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < 1e6:
+            raise TaskferryError(f"{folder / CONFIG}: {name} is {value!r}, a positive number is needed")
+    return config
+
+
+def _change(folder: Path, module: str, sides: Mapping[str, Tensor], config: Mapping[str, Any]) -> LowRank:
+    """s B A, [out, in]."""
+    if set(sides) != {"A", "B"}:
+        raise TaskferryError(f"{folder}: {module} has only lora_{next(iter(sides))}: the adapter is damaged")
+    A, B = sides["A"].float(), sides["B"].float()
+    rank = A.shape[0]
+    if B.shape[1] != rank:
+        raise TaskferryError(f"{folder}: {module}: lora_A {tuple(A.shape)} and lora_B {tuple(B.shape)} do not multiply")
+    alpha = float(_by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]))
+    scaling = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+    if not bool(torch.isfinite(A).all() and torch.isfinite(B).all()):
+        raise TaskferryError(f"{folder}: {module} holds numbers that are not finite")
+    return LowRank(B * scaling, A)
+
+
+def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
+    """The value of the first pattern that ends the module's path, as PEFT matches them."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def _why_ignored(name: str) -> str:
+    if "lora_embedding" in name:
+        return "a LoRA of an embedding: its rows are tokens, not a space of activations"
+    if name.endswith("bias"):
+        return "a bias trained beside the LoRA: no adapter of another base can hold it"
+    return "a module trained in full beside the LoRA (modules_to_save), such as a task head"
+
+
+def _target_modules(target: Skeleton, prefix: str, paths: list[str]) -> list[str]:
+    modules = {name.rpartition(".")[0] for name in target.parameters}
+    leaves = sorted({path.rsplit(".", 1)[-1] for path in paths})
+    selected = {prefix + module for module in modules if module.rsplit(".", 1)[-1] in leaves}
+    return leaves if selected == set(paths) else paths

@@ -1,0 +1,48 @@
+"""A full fine-tune as a LoRA: each change cut to its largest singular directions, with the error that this makes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from taskferry.errors import TaskferryError
+from taskferry.taskvector import Delta, LowRank, TaskVector
+
+
+def compress(
+    tau: TaskVector, *, rank: int | None = None, energy: float | None = None
+) -> tuple[TaskVector, dict[str, float], dict[str, str]]:
+    """(low-rank τ, relative error of every matrix, what a LoRA cannot hold and why).
+
+    `rank` keeps that many directions; `energy` keeps the fewest that hold this share of the squared norm.
+    """
+    if (rank is None) == (energy is None):
+        raise TaskferryError("a LoRA needs either a rank (--rank 32) or a share of the energy (--energy 0.95)")
+    if rank is not None and rank < 1:
+        raise TaskferryError(f"a LoRA of rank {rank} holds nothing: give a rank of at least 1")
+    if energy is not None and not 0 < energy <= 1:
+        raise TaskferryError(f"an energy of {energy} is no share: give a number above 0 and up to 1")
+    deltas: dict[str, Delta] = {}
+    errors: dict[str, float] = {}
+    lost: dict[str, str] = {}
+    for name, delta in tau.deltas.items():
+        if isinstance(delta, LowRank):
+            deltas[name] = delta
+        elif delta.ndim != 2:
+            lost[name] = "a LoRA holds matrices only"
+        else:
+            deltas[name], errors[name] = _cut(delta, rank, energy)
+    return TaskVector(deltas, tau.coverage), errors, lost
+
+
+def _cut(delta: Tensor, rank: int | None, energy: float | None) -> tuple[LowRank, float]:
+    U, sigma, Vh = torch.linalg.svd(delta, full_matrices=False)
+    power = sigma.double().square()
+    total = float(power.sum())
+    if rank is None:
+        share = power.cumsum(0) / max(total, 1e-300)
+        rank = int((share < (energy or 1.0) - 1e-12).sum()) + 1
+    kept = min(rank, len(sigma))
+    root = sigma[:kept].sqrt()
+    error = (max(0.0, float(power[kept:].sum())) / total) ** 0.5 if total else 0.0
+    return LowRank(U[:, :kept] * root, root[:, None] * Vh[:kept]), error

@@ -1,0 +1,151 @@
+"""Loading and writing models: Hugging Face folders and hub ids, timm folders, OpenCLIP names and folders.
+
+    >>> A = load_model("path/or/hub-id@revision")
+    >>> tau = load_tuned("path/to/tuned", A).tau
+    >>> write_model(B, moved, scale, folder)
+
+Each format is one file beside this one: `owns`, `load`, `write`, `tokenizer`, `image_transform`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from taskferry.checkpoints import huggingface, openclip, timm
+from taskferry.checkpoints.adapters import Adapter, Skeleton, is_adapter, read_adapter
+from taskferry.checkpoints.states import is_state_file, read_state
+from taskferry.errors import TaskferryError
+from taskferry.taskvector import Delta, TaskVector, match_names
+
+_FORMATS: tuple[ModuleType, ...] = (openclip, timm, huggingface)
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory, and where it came from."""
+
+    model: nn.Module
+    given: str  # what the user wrote
+    folder: Path | None  # where its files lie
+    format: ModuleType
+    absent: frozenset[str] = frozenset()  # parameters that its checkpoint does not hold (a new head)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def tokenizer(self) -> Any:
+        """The model's own tokenizer."""
+        return self.format.tokenizer(self)
+
+    def image_transform(self) -> Any:
+        """A function from a PIL image to the tensor that the model takes."""
+        return self.format.image_transform(self)
+
+
+def load_model(given: str, *, like: nn.Module | None = None) -> Loaded:
+    """A model in float32, frozen and in eval mode; `like` asks for the class of another model (a base's)."""
+    where = resolve(given)
+    for kind in _FORMATS:
+        if kind.owns(where):
+            model, folder, absent, extra = kind.load(where, like)
+            return Loaded(model.eval().requires_grad_(False), given, folder, kind, frozenset(absent), extra)
+    raise TaskferryError(
+        f"{given} is no model: a folder with config.json (Hugging Face, timm) or open_clip_config.json, a hub id, "
+        "or openclip:NAME:CHECKPOINT is needed"
+    )
+
+
+def resolve(given: str) -> str:
+    """A path that exists, an openclip: name, or the local folder of a hub id."""
+    if given.startswith("openclip:") or Path(given).exists():
+        return given
+    if _HUB_ID.fullmatch(given) and not given.startswith((".", "/")):
+        return huggingface.download(given)
+    raise TaskferryError(f"{given} does not exist")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a fine-tune changed, and the adapter that it came as, if it did."""
+
+    tau: TaskVector
+    adapter: Adapter | None = None
+    ignored: Mapping[str, str] = field(default_factory=dict)  # what it holds beside changes of the base
+
+
+def load_tuned(given: str, base: Loaded) -> Tuned:
+    """τ of a tuned model, a PEFT LoRA adapter, a state file or a saved task vector, on the given base."""
+    path = Path(given)
+    if is_adapter(path):
+        adapter = read_adapter(path, Skeleton.of(base.model))
+        return Tuned(adapter.tau, adapter, adapter.ignored)
+    if path.is_file():
+        if path.suffix == ".safetensors" and (found := _saved_task_vector(path)) is not None:
+            return Tuned(found)
+        if is_state_file(path):
+            return Tuned(_from_state(path, base.model))
+        raise TaskferryError(f"{given} is no tuned model: a folder, a .safetensors or a .pt state file is needed")
+    tuned = load_model(given, like=base.model)
+    if type(tuned.model) is not type(base.model):
+        raise TaskferryError(
+            f"{given} is a {type(tuned.model).__name__}, the base a {type(base.model).__name__}: give the base model "
+            "that was tuned"
+        )
+    lost = sorted(tuned.absent - base.absent)
+    if lost:
+        raise TaskferryError(
+            f"{given} lacks {len(lost)} parameters of the base ({', '.join(lost[:3])} …): "
+            "give the base model that was tuned"
+        )
+    keep = {name: p for name, p in tuned.model.named_parameters() if name not in base.absent}
+    tau = TaskVector.between({n: p for n, p in base.model.named_parameters() if n in keep}, keep)
+    ignored = dict.fromkeys(tuned.extra.get("unexpected", ()), "the base has no such parameter (a task head)")
+    return Tuned(tau, None, ignored)
+
+
+def write_model(target: Loaded, tau: TaskVector, scale: float, folder: Path) -> None:
+    """The target with scale · τ added, in the target's own format, precision and shards."""
+    target.format.write(target, tau, scale, folder)
+
+
+def _saved_task_vector(path: Path) -> TaskVector | None:
+    try:
+        return TaskVector.load(path)
+    except TaskferryError:
+        return None
+
+
+def _from_state(path: Path, base: nn.Module) -> TaskVector:
+    """A state file may hold only what was trained; what it holds must fit the base."""
+    state = read_state(path)
+    parameters = dict(base.named_parameters())
+    deltas: dict[str, Delta] = {}
+    fitting = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
+    try:
+        names = match_names([n for n in fitting if _known(n, parameters)], parameters)
+    except TaskferryError as error:
+        raise TaskferryError(f"{path}: {error}") from error
+    if not names:
+        raise TaskferryError(f"{path} and the base have no parameter in common: give the base model that was tuned")
+    for name, base_name in names.items():
+        before, after = parameters[base_name].detach(), fitting[name]
+        if before.shape != after.shape:
+            raise TaskferryError(
+                f"{path}: {name} is {tuple(after.shape)}, the base has {tuple(before.shape)}: "
+                "give the base model that was tuned"
+            )
+        change: Tensor = after.to(torch.promote_types(before.dtype, torch.float32)) - before
+        if bool(change.any()):
+            deltas[base_name] = change
+    return TaskVector(deltas)
+
+
+def _known(name: str, parameters: dict[str, nn.Parameter]) -> bool:
+    return name in parameters or any(p.endswith(f".{name}") or name.endswith(f".{p}") for p in parameters)

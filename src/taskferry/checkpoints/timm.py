@@ -1,0 +1,73 @@
+"""timm folders: config.json with an `architecture`, weights in model.safetensors or pytorch_model.bin."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from taskferry.checkpoints.states import add_to_state, read_state
+from taskferry.errors import TaskferryError
+from taskferry.files import write_plain_safetensors
+from taskferry.taskvector import TaskVector
+
+if TYPE_CHECKING:
+    from taskferry.checkpoints.models import Loaded
+
+
+def owns(where: str) -> bool:
+    """A folder whose config.json names a timm architecture."""
+    config = Path(where) / "config.json"
+    if not config.is_file():
+        return False
+    data = json.loads(config.read_text(encoding="utf-8"))
+    return isinstance(data, dict) and "architecture" in data and "model_type" not in data
+
+
+def load(where: str, like: nn.Module | None) -> tuple[nn.Module, Path, set[str], dict[str, Any]]:  # noqa: ARG001
+    """The model with its pretrained weights, in float32."""
+    timm = _import()
+    try:
+        model = timm.create_model(f"local-dir:{where}", pretrained=True)
+    except (RuntimeError, ValueError, FileNotFoundError, KeyError) as error:
+        raise TaskferryError(f"{where} does not load with timm: {str(error).splitlines()[0]}") from error
+    return model.float(), Path(where), set(), {}
+
+
+def write(target: Loaded, tau: TaskVector, scale: float, folder: Path) -> None:
+    """config.json as it is, and model.safetensors in the target's precision."""
+    if target.folder is None:
+        raise ValueError("a timm model has a folder")
+    state = add_to_state(read_state(_weights(target.folder)), tau, scale)
+    write_plain_safetensors(folder / "model.safetensors", state)
+    (folder / "config.json").write_bytes((target.folder / "config.json").read_bytes())
+
+
+def tokenizer(loaded: Loaded) -> Any:
+    """timm models read images only."""
+    raise TaskferryError(f"{loaded.given} is an image model: give images with labels as calibration")
+
+
+def image_transform(loaded: Loaded) -> Any:
+    """timm's own evaluation transform of this model."""
+    timm = _import()
+    transform = timm.data.create_transform(**timm.data.resolve_data_config({}, model=loaded.model))
+    return lambda image: transform(image.convert("RGB"))
+
+
+def _weights(folder: Path) -> Path:
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return folder / name
+    raise TaskferryError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
+
+
+def _import() -> Any:
+    try:
+        import timm
+        import timm.data
+    except ImportError as error:
+        raise TaskferryError("timm is needed for this model: pip install 'taskferry[timm]'") from error
+    return timm

@@ -1,0 +1,65 @@
+"""The verbs together, exit codes, and one sentence for every mistake.
+
+Exit codes: 0 done; 1 a fault of ours; 2 something in the input to mend; 3 the transfer does not help, nothing written;
+130 interrupted, nothing half-written.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+from rich.console import Console
+
+from taskferry.cli import apply, diff, doctor, fit, inspect, transfer
+from taskferry.errors import TaskferryError
+from taskferry.version import __version__
+
+app = typer.Typer(
+    name="taskferry",
+    help="Carry a fine-tune from one base model to another, without training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+transfer.register(app)
+fit.register(app)
+apply.register(app)
+diff.register(app)
+inspect.register(app)
+doctor.register(app)
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    """Carry a fine-tune from one base model to another, without training."""
+
+
+def main() -> None:
+    """Run the command; errors become one sentence on standard error."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        app()
+    except TaskferryError as error:
+        console.print(f"[bold red]taskferry:[/] {_plain(str(error))}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        console.print("[bold red]taskferry:[/] interrupted; nothing was written")
+        sys.exit(130)
+
+
+def _plain(text: str) -> str:
+    """No markup and no control characters from a file's name or content."""
+    from rich.markup import escape
+
+    return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in text))

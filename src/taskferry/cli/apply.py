@@ -1,0 +1,26 @@
+"""taskferry apply: a saved alignment and a tuned source → output folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
+from taskferry.cli.screen import Screen
+from taskferry.cli.transfer import command_line
+from taskferry.pipeline import apply_alignment
+from taskferry.settings import ApplySettings, load_settings
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("apply")(with_settings(ApplySettings, positional=("alignment", "source_tuned"))(run))
+
+
+def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as_json: Json = False) -> None:
+    """Move a LoRA, a task vector or a tuned model by a saved alignment."""
+    settings = load_settings(ApplySettings, config, given)
+    outcome = apply_alignment(settings, command=command_line())
+    screen = Screen(quiet=quiet, as_json=as_json)
+    screen.verdict(outcome, f"evaluate {settings.out}; `taskferry transfer` would also choose the scale")

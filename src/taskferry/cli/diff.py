@@ -1,0 +1,32 @@
+"""taskferry diff: a tuned model minus its base, as one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from taskferry.cli.options import Json
+from taskferry.cli.screen import print_json
+from taskferry.pipeline import difference
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("diff")(run)
+
+
+def run(
+    base: Annotated[str, typer.Argument(help="the base model")],
+    tuned: Annotated[str, typer.Argument(help="the tuned model, LoRA or state file")],
+    out: Annotated[Path, typer.Option(help="the task vector file to write")],
+    as_json: Json = False,
+) -> None:
+    """Write the task vector of a fine-tune."""
+    tau = difference(base, tuned, out)
+    if as_json:
+        print_json({"written": str(out), "parameters": len(tau), "norm": tau.norm()})
+    else:
+        Console(highlight=False).print(f"{len(tau)} changed parameters, norm {tau.norm():.4g}, in {out}", markup=False)

@@ -1,0 +1,81 @@
+"""taskferry inspect: what a model, task vector, adapter, alignment or output holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from taskferry.alignment import Alignment
+from taskferry.card import site_table
+from taskferry.checkpoints import load_model
+from taskferry.cli.options import Json
+from taskferry.cli.screen import print_json
+from taskferry.errors import TaskferryError
+from taskferry.sites import find_sites
+from taskferry.taskvector import LowRank, TaskVector
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("inspect")(run)
+
+
+def run(
+    path: Annotated[str, typer.Argument(help="a model, task vector, alignment, or output folder")],
+    as_json: Json = False,
+) -> None:
+    """Show the sites of a model, a task vector, an alignment, or the record of an output."""
+    title, rows = describe(path)
+    if as_json:
+        print_json({"what": title, "rows": rows})
+        return
+    console = Console(highlight=False)
+    console.print(f"[bold]{escape(title)}[/]")
+    table = Table(box=None, pad_edge=False, header_style="cyan")
+    for column in rows[0] if rows else ():
+        table.add_column(column.replace("_", " "))
+    for row in rows:
+        table.add_row(*(escape("" if value is None else str(value)) for value in row.values()))
+    console.print(table)
+
+
+def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
+    """A title and a table."""
+    path = Path(given)
+    if (path / "taskferry.json").is_file():
+        record = json.loads((path / "taskferry.json").read_text(encoding="utf-8"))
+        rows = [{k: row[k] for k in ("parameter", "status", "reason")} for row in record["coverage"]["rows"]]
+        return str(record["verdict"]["sentence"]), rows
+    if path.is_file():
+        for kind, reader in (("alignment", Alignment.load), ("task vector", TaskVector.load)):
+            try:
+                found = reader(path)
+            except TaskferryError:
+                continue
+            if isinstance(found, Alignment):
+                models = (found.provenance["source"]["class"], found.provenance["target"]["class"])
+                return f"{kind} from {models[0]} to {models[1]}: {len(found.pairs)} pairs of sites", site_table(found)
+            return f"{kind}: {len(found)} changed parameters, norm {found.norm():.4g}", _changes(found)
+        raise TaskferryError(f"{given} is neither an alignment nor a task vector of taskferry")
+    model = load_model(given).model
+    sites = find_sites(model)
+    columns = ("name", "stack", "block", "role", "shape", "fixed")
+    return f"{type(model).__name__}: {len(sites)} sites", [{c: getattr(site, c) for c in columns} for site in sites]
+
+
+def _changes(tau: TaskVector) -> list[dict[str, Any]]:
+    return [
+        {
+            "parameter": name,
+            "shape": tuple(delta.shape),
+            "rank": delta.rank if isinstance(delta, LowRank) else None,
+            "norm": round(delta.norm() if isinstance(delta, LowRank) else float(delta.norm()), 6),
+        }
+        for name, delta in tau.deltas.items()
+    ]

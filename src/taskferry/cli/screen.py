@@ -1,0 +1,96 @@
+"""What people see: the plan, progress bars, the verdict."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from taskferry.pipeline import Outcome, Reporter
+from taskferry.plan import Plan
+
+_STEPS = {"capture": "forward and backward", "solve": "maps", "scale": "scale", "check": "checking the output"}
+
+
+class Screen(Reporter):
+    """A reporter for a terminal; with `--json` or `--quiet` it stays silent."""
+
+    def __init__(self, *, quiet: bool = False, as_json: bool = False, console: Console | None = None) -> None:
+        self.silent = quiet or as_json
+        self.as_json = as_json
+        self.console = console or Console(highlight=False)
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    @contextmanager
+    def bars(self) -> Iterator[None]:
+        """Progress bars while inside."""
+        if self.silent:
+            yield
+            return
+        columns = (TextColumn("{task.description:>22}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self.console) as self._progress:
+            yield
+        self._progress = None
+
+    def plan(self, plan: Plan, lines: Mapping[str, str]) -> None:
+        """A table with what will be done and what it will take."""
+        if self.silent:
+            return
+        table = Table(title="Plan", title_justify="left", show_header=False, box=None, pad_edge=False)
+        table.add_column(style="cyan", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in lines.items():
+            table.add_row(name, escape(value))
+        table.add_row("will move", f"{plan.pairs} linear maps of {plan.sites} in the target")
+        table.add_row("memory", f"about {_bytes(plan.memory_bytes)} and the activations of one micro-batch")
+        table.add_row("time", f"about {_seconds(plan.seconds)} here ({plan.tokens:,} tokens)")
+        self.console.print(table)
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """Move a bar."""
+        if self._progress is None:
+            return
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(_STEPS.get(what, what), total=total)
+        self._progress.update(self._tasks[what], completed=done, total=total)
+
+    def verdict(self, outcome: Outcome, next_step: str) -> None:
+        """Coverage, loss, scale, next step; or all of it as JSON."""
+        if self.as_json:
+            print_json({**outcome.record, "written": None if outcome.written is None else str(outcome.written)})
+            return
+        if self.silent:
+            return
+        mark = "[bold green]moved[/]" if outcome.written is not None else "[bold yellow]refused[/]"
+        self.console.print(f"\n{mark}  {escape(outcome.sentence)}")
+        for line in str(outcome.record["coverage_summary"]).splitlines()[1:]:
+            self.console.print(f"[dim]{escape(line)}[/]")
+        for name, error in _worst(outcome.record.get("truncation", {})):
+            self.console.print(f"[dim]  cut to a LoRA: {escape(name)} loses {100 * error:.1f} % of its norm[/]")
+        self.console.print(f"[bold]next[/]   {escape(next_step)}")
+
+
+def print_json(data: Any) -> None:
+    """Plain JSON on standard output."""
+    json.dump(data, sys.stdout, indent=1, default=str)
+    print()
+
+
+def _worst(errors: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(errors.items(), key=lambda item: -item[1])[:3]
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count > 2**29 else f"{count / 2**20:.0f} MiB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds > 120 else f"{max(1, round(seconds))} s"

@@ -1,0 +1,40 @@
+"""taskferry transfer: source base + tuned source + target base + calibration → output folder."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Any
+
+import typer
+
+from taskferry.cli.options import DryRun, Json, Quiet, YamlFile, with_settings
+from taskferry.cli.screen import Screen
+from taskferry.pipeline import transfer
+from taskferry.settings import TransferSettings, load_settings
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("transfer")(with_settings(TransferSettings)(run))
+
+
+def run(
+    given: dict[str, Any], config: YamlFile = None, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False
+) -> None:
+    """Move a fine-tune (a full model or a LoRA) to another base model."""
+    settings = load_settings(TransferSettings, config, given)
+    screen = Screen(quiet=quiet, as_json=as_json)
+    with screen.bars():
+        outcome = transfer(settings, command=command_line(), reporter=screen, dry_run=dry_run)
+    if outcome is None:
+        return
+    if outcome.written is None:
+        screen.verdict(outcome, "try more samples, another objective, or --scale 1 to write it all the same")
+        raise typer.Exit(3)
+    screen.verdict(outcome, f"evaluate {settings.out} on your own data before you use it")
+
+
+def command_line() -> str:
+    """The command as it was typed."""
+    return shlex.join(["taskferry", *sys.argv[1:]])

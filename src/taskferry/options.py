@@ -1,0 +1,9 @@
+"""Words that settings, commands and the library share, declared once."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Sampler = Literal["random", "class-balanced", "centroid-near", "centroid-far", "half-class", "single-class"]
+LabelSource = Literal["auto", "data", "teacher"]
+ObjectiveName = Literal["auto", "prototypes", "probe", "head", "zero-shot", "language"]

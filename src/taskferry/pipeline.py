@@ -1,0 +1,347 @@
+"""Whole jobs, file to file: what the commands wire. Nothing here prints; a reporter is told what happens.
+
+>>> outcome = transfer(TransferSettings(...), command="taskferry transfer …")
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from taskferry.alignment import Alignment
+from taskferry.card import hash_files, site_table, write_card, write_record
+from taskferry.checkpoints import (
+    Adapter,
+    Loaded,
+    Skeleton,
+    Tuned,
+    is_adapter,
+    load_model,
+    load_tuned,
+    read_adapter,
+    write_adapter,
+    write_model,
+)
+from taskferry.checkpoints.lowrank import compress
+from taskferry.checkpoints.output import check_free, staged_folder
+from taskferry.coverage import Coverage
+from taskferry.errors import TaskferryError
+from taskferry.fitting import fit
+from taskferry.plan import Plan, make_plan
+from taskferry.preparing import Prepared, prepare
+from taskferry.scale import ScaleCurve, calibration_loss, moved_by, scale_on_calibration
+from taskferry.settings import ApplySettings, FitSettings, OutputSettings, TransferSettings, dump_settings
+from taskferry.taskvector import TaskVector
+
+_FORMS = {"lora": "a LoRA adapter", "model": "a full model", "task-vector": "a task vector"}
+
+
+class Reporter:
+    """Told what happens; the silent one does nothing."""
+
+    def plan(self, plan: Plan, lines: Mapping[str, str]) -> None:
+        """Before the work."""
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """During it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job did: `verdict` for people, `record` for machines. `written` is None where nothing was."""
+
+    record: dict[str, Any]
+    written: Path | None
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        return str(self.record["verdict"]["sentence"])
+
+
+def transfer(
+    settings: TransferSettings, *, command: str, reporter: Reporter | None = None, dry_run: bool = False
+) -> Outcome | None:
+    """Fit, apply, choose the scale, write, load again and check. None for a dry run."""
+    reporter = reporter or Reporter()
+    check_free(settings.out)
+    source, target = _load_pair(settings.source_base, settings.target_base, settings.device)
+    tuned = load_tuned(settings.source_tuned, source)
+    if not len(tuned.tau):
+        raise TaskferryError(f"{settings.source_tuned} does not differ from {settings.source_base}: nothing to move")
+    kind = _output_kind(settings, tuned.adapter)
+    prepared = prepare(settings, source, target, settings.source_tuned)
+    reporter.plan(
+        make_plan(source.model, target.model, prepared.calibration), _plan_lines(settings, tuned, prepared, kind)
+    )
+    if dry_run:
+        return None
+    alignment = _fit(settings, source, target, prepared, reporter)
+    moved = alignment.apply(tuned.tau)
+    if not len(moved):
+        raise TaskferryError(f"nothing of {settings.source_tuned} moved: {_summary(moved)}")
+    loss = prepared.objectives[1].bind(target.model, prepared.calibration.side(1))
+    curve = _scale(settings, target, moved, loss, prepared, reporter)
+    record = {
+        "command": command,
+        "settings": settings.model_dump(mode="json"),
+        "inputs": {
+            n: hash_files(getattr(settings, n)) for n in ("source_base", "source_tuned", "target_base", "calibration")
+        },
+        "calibration": {"indices": prepared.indices, "labels": prepared.labels, **alignment.provenance["calibration"]},
+        "provenance": alignment.provenance,
+        "verdict": _verdict(curve, moved),
+        "scale_curve": curve.points,
+        "sites": site_table(alignment),
+        "ignored": dict(tuned.ignored),
+    }
+    if not curve.helps:
+        return Outcome(_with_coverage(record, moved), None)
+    final, extra = _in_form(settings, kind, curve.best * moved)
+    record |= extra
+    with staged_folder(settings.out) as folder:
+        _write(kind, final, target, tuned.adapter, settings.target_base, folder)
+        _finish(folder, _with_coverage(record, moved), dump_settings(settings), adapter=kind == "lora")
+        reporter.step("check", 0, 1)
+        check_output(folder, kind, final, target)
+        reporter.step("check", 1, 1)
+    return Outcome(_with_coverage(record, moved), settings.out)
+
+
+def fit_alignment(
+    settings: FitSettings, *, reporter: Reporter | None = None, dry_run: bool = False
+) -> Alignment | None:
+    """Both base models and a calibration set into one alignment file."""
+    reporter = reporter or Reporter()
+    check_free(settings.out)
+    source, target = _load_pair(settings.source_base, settings.target_base, settings.device)
+    prepared = prepare(settings, source, target, settings.source_tuned)
+    plan = make_plan(source.model, target.model, prepared.calibration)
+    reporter.plan(plan, {"labels": prepared.labels, "samples": str(prepared.calibration.samples)})
+    if dry_run:
+        return None
+    alignment = _fit(settings, source, target, prepared, reporter)
+    alignment.save(settings.out)
+    return alignment
+
+
+def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
+    """A saved alignment and a tuned source into an output; a LoRA needs no model at all."""
+    check_free(settings.out)
+    alignment = Alignment.load(settings.alignment)
+    tuned = _tuned_for(settings, alignment)
+    kind = _output_kind(settings, tuned.adapter)
+    moved = alignment.apply(tuned.tau)
+    if not len(moved):
+        raise TaskferryError(f"nothing of {settings.source_tuned} moved: {_summary(moved)}")
+    if kind == "model" and settings.target_base is None:
+        raise TaskferryError("a full model needs its base: give --target-base, or --as-task-vector")
+    final, extra = _in_form(settings, kind, settings.scale * moved)
+    count = len(moved.coverage.moved()) if moved.coverage else len(moved)
+    sentence = f"{count} parameters moved at scale {settings.scale:g}; the loss was not looked at."
+    record = {
+        "command": command,
+        "settings": settings.model_dump(mode="json"),
+        "inputs": {"alignment": hash_files(str(settings.alignment)), "source_tuned": hash_files(settings.source_tuned)},
+        "provenance": alignment.provenance,
+        "verdict": {"sentence": sentence, "scale": settings.scale},
+        "sites": site_table(alignment),
+        "ignored": dict(tuned.ignored),
+        **extra,
+    }
+    with staged_folder(settings.out) as folder:
+        if kind == "lora":
+            sites = [pair.target for pair in alignment.pairs]
+            prefix = str(alignment.provenance["target"].get("prefix", ""))
+            skeleton = Skeleton.from_sites(alignment.target_parameters, sites, prefix)
+            write_adapter(folder, final, skeleton, base_name=settings.target_base or "", like=tuned.adapter)
+        elif kind == "task-vector":
+            final.save(folder / "task_vector.safetensors")
+        else:
+            write_model(load_model(str(settings.target_base)), final, 1.0, folder)
+        _finish(folder, _with_coverage(record, moved), dump_settings(settings), adapter=kind == "lora")
+    return Outcome(_with_coverage(record, moved), settings.out)
+
+
+def difference(base: str, tuned: str, out: Path) -> TaskVector:
+    """τ = tuned − base as one file."""
+    check_free(out)
+    tau = load_tuned(tuned, load_model(base)).tau
+    if not len(tau):
+        raise TaskferryError(f"{tuned} does not differ from {base}")
+    tau.save(out)
+    return tau
+
+
+def check_output(folder: Path, kind: str, final: TaskVector, target: Loaded) -> None:
+    """Load what was written and compare it with what was meant."""
+    if kind == "task-vector":
+        written = TaskVector.load(folder / "task_vector.safetensors")
+        bound = 0.0
+    elif kind == "lora":
+        written = read_adapter(folder, Skeleton.of(target.model)).tau
+        bound = 1e-5
+    else:
+        # Half precision rounds every weight; the change survives within that rounding.
+        written = load_tuned(str(folder), target).tau
+        bound = _rounding(target, final)
+    difference = (written.dense() - final.dense()).norm()
+    if not difference <= bound * max(1.0, final.norm()) + 1e-12:
+        raise TaskferryError(f"what was written differs from what was meant by {difference:.3g}: nothing was kept")
+
+
+def _rounding(target: Loaded, final: TaskVector) -> float:
+    parameters = dict(target.model.named_parameters())
+    names = [name for name in final.deltas if name in parameters]
+    size = math.sqrt(sum(float(parameters[name].square().sum()) for name in names))
+    return 0.01 * (size + final.norm()) / max(1.0, final.norm())
+
+
+def _load_pair(source: str, target: str, device: str) -> tuple[Loaded, Loaded]:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    pair = load_model(source), load_model(target)
+    for loaded in pair:
+        try:
+            loaded.model.to(device)
+        except (RuntimeError, AssertionError) as error:
+            raise TaskferryError(
+                f"no device '{device}' here: {str(error).splitlines()[0]}; give --device cpu"
+            ) from error
+    return pair
+
+
+def _fit(settings: Any, source: Loaded, target: Loaded, prepared: Prepared, reporter: Reporter) -> Alignment:
+    return fit(
+        source.model,
+        target.model,
+        prepared.calibration,
+        prepared.objectives,
+        map_rank=settings.map_rank,
+        tolerance=settings.tolerance,
+        statistics_memory=int(settings.statistics_memory * 2**30),
+        progress=reporter.step,
+    )
+
+
+def _output_kind(settings: OutputSettings, adapter: Adapter | None) -> str:
+    if settings.as_task_vector:
+        return "task-vector"
+    if settings.as_model:
+        return "model"
+    if settings.as_lora and adapter is None and settings.rank is None and settings.energy is None:
+        raise TaskferryError("--as-lora of a full fine-tune needs --rank 32 or --energy 0.95")
+    return "lora" if adapter is not None or settings.as_lora else "model"
+
+
+def _tuned_for(settings: ApplySettings, alignment: Alignment) -> Tuned:
+    path = Path(settings.source_tuned)
+    if is_adapter(path):
+        sites = [pair.source for pair in alignment.pairs]
+        adapter = read_adapter(path, Skeleton.from_sites(alignment.source_parameters, sites, ""))
+        return Tuned(adapter.tau, adapter, adapter.ignored)
+    if path.is_file() and settings.source_base is None:
+        return Tuned(TaskVector.load(path))
+    if settings.source_base is None:
+        raise TaskferryError(f"{settings.source_tuned} is a full model: give its base with --source-base")
+    return load_tuned(settings.source_tuned, load_model(settings.source_base))
+
+
+def _scale(
+    settings: TransferSettings, target: Loaded, moved: TaskVector, loss: Any, prepared: Prepared, reporter: Reporter
+) -> ScaleCurve:
+    batches = prepared.calibration.side(1)
+    count = 0
+
+    def tell(scale: float, value: float) -> None:  # noqa: ARG001
+        nonlocal count
+        count += 1
+        reporter.step("scale", count, 12)
+
+    if settings.scale == "auto":
+        curve = scale_on_calibration(target.model, moved, loss, batches, tell)
+        reporter.step("scale", 12, 12)
+        return curve
+    points = []
+    with moved_by(target.model, moved) as set_scale:
+        for scale in dict.fromkeys((0.0, settings.scale)):
+            set_scale(scale)
+            points.append((scale, calibration_loss(target.model, loss, batches)))
+            tell(*points[-1])
+    return ScaleCurve(tuple(points), settings.scale)
+
+
+def _verdict(curve: ScaleCurve, moved: TaskVector) -> dict[str, Any]:
+    before, after = curve.loss(0.0), curve.loss(curve.best)
+    count = len(moved.coverage.moved()) if moved.coverage else len(moved)
+    total = len(moved.coverage.rows) if moved.coverage else len(moved)
+    if not curve.helps:
+        sentence = (
+            f"No scale up to {curve.points[-1][0]:g} lowers the calibration loss of the target ({before:.4g}): "
+            "the verdict is scale 0, nothing was written."
+        )
+    else:
+        change = "down" if after < before else "UP"
+        sentence = (
+            f"{count} of {total} parameters moved at scale {curve.best:.3g}; "
+            f"the calibration loss went {change} from {before:.4g} to {after:.4g}."
+        )
+    return {
+        "sentence": sentence,
+        "scale": curve.best,
+        "loss_before": before,
+        "loss_after": after,
+        "moved": count,
+        "of": total,
+    }
+
+
+def _in_form(settings: OutputSettings, kind: str, tau: TaskVector) -> tuple[TaskVector, dict[str, Any]]:
+    if kind != "lora" or (settings.rank is None and settings.energy is None):
+        return tau, {}
+    low, errors, lost = compress(tau, rank=settings.rank, energy=settings.energy)
+    return low, {"truncation": errors, "not_in_the_lora": lost}
+
+
+def _write(kind: str, tau: TaskVector, target: Loaded, adapter: Adapter | None, base: str, folder: Path) -> None:
+    if kind == "lora":
+        write_adapter(folder, tau, Skeleton.of(target.model), base_name=base, like=adapter)
+    elif kind == "task-vector":
+        tau.save(folder / "task_vector.safetensors")
+    else:
+        write_model(target, tau, 1.0, folder)
+
+
+def _finish(folder: Path, record: Mapping[str, Any], yaml: str, *, adapter: bool) -> None:
+    write_record(folder, record)
+    (folder / "taskferry.yaml").write_text(yaml, encoding="utf-8")
+    write_card(folder, record, adapter=adapter)
+
+
+def _with_coverage(record: dict[str, Any], moved: TaskVector) -> dict[str, Any]:
+    coverage = moved.coverage or Coverage(())
+    return {**record, "coverage": coverage.to_json(), "coverage_summary": coverage.summary()}
+
+
+def _summary(moved: TaskVector) -> str:
+    return moved.coverage.summary() if moved.coverage else ""
+
+
+def _plan_lines(settings: TransferSettings, tuned: Tuned, prepared: Prepared, kind: str) -> dict[str, str]:
+    form = "low-rank" if tuned.adapter is not None else "dense"
+    count = prepared.calibration.samples
+    return {
+        "from": f"{settings.source_tuned} on {settings.source_base}",
+        "to": settings.target_base,
+        "task vector": f"{len(tuned.tau)} changed parameters, {form}, norm {tuned.tau.norm():.3g}",
+        "samples": f"{count} of {settings.calibration}, sampler {settings.sampler}, seed {settings.seed}",
+        "labels": prepared.labels,
+        "objective": prepared.objectives[1].describe(),
+        "scale": "chosen on the samples" if settings.scale == "auto" else f"{settings.scale:g}",
+        "output": f"{_FORMS[kind]} in {settings.out}",
+    }

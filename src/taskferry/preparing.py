@@ -1,0 +1,235 @@
+"""From settings to a calibration set and its objectives: samples, labels, tokenizers and transforms of both models.
+
+>>> prepared = prepare(settings, source, target, tuned="path/to/tuned")
+>>> fit(source.model, target.model, prepared.calibration, prepared.objectives)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from taskferry.calibration.batch import Batch, Calibration
+from taskferry.calibration.builders import image_calibration, text_calibration
+from taskferry.calibration.data import Samples, load_samples, picture
+from taskferry.calibration.language import Segment, language_calibration, segments_of, sequence_calibration
+from taskferry.calibration.samplers import choose
+from taskferry.capture import device_of
+from taskferry.checkpoints import Loaded, is_adapter, load_model
+from taskferry.checkpoints.states import is_state_file
+from taskferry.errors import TaskferryError
+from taskferry.families import family_of
+from taskferry.objectives import (
+    Classifier,
+    Head,
+    LanguageModel,
+    LinearProbe,
+    Objective,
+    Prototypes,
+    ZeroShot,
+    teacher_labels,
+)
+from taskferry.settings import CalibrationSettings
+
+_IMAGE_INPUT = {"timm": "x", "openclip": "image"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A calibration set with the objective of each model, and how it came about."""
+
+    calibration: Calibration
+    objectives: tuple[Objective, Objective]
+    indices: tuple[int, ...]
+    labels: str  # where they came from, for people
+
+
+def prepare(settings: CalibrationSettings, source: Loaded, target: Loaded, tuned: str | None) -> Prepared:
+    """Choose samples, label them, and prepare them for each model."""
+    samples = load_samples(settings.calibration, label_column=settings.label_column)
+    language = language_kind(source, target)
+    if samples.labels is None and settings.labels == "data" and language is None:
+        raise TaskferryError(
+            f"{settings.calibration} has no column '{settings.label_column}': name it with --label-column, "
+            "or let the tuned source give the labels with --labels teacher"
+        )
+
+    def features() -> Tensor:
+        return _features(_encoder_calibration(settings, samples, source, source), source)
+
+    indices = choose(
+        len(samples),
+        settings.samples,
+        labels=samples.labels,
+        per_class=settings.per_class,
+        sampler=settings.sampler,
+        seed=settings.seed,
+        features=features,
+    )
+    chosen = samples.take(indices)
+    if language is not None:
+        calibration, labels = _language(settings, chosen, source, target, tuned, language)
+        return Prepared(calibration, (LanguageModel(), LanguageModel()), tuple(indices), labels)
+    by_teacher = settings.labels == "teacher" or chosen.labels is None
+    calibration = _encoder_calibration(settings, chosen, source, target)
+    labels = "from the data"
+    objectives = _objectives(settings, chosen, source, target)
+    if by_teacher:
+        calibration = calibration.with_labels(_teacher(settings, calibration, chosen, source, tuned))
+        labels = "from the tuned source (teacher)"
+        if samples.labels is None and settings.labels == "auto":
+            labels += ", because the data has none"
+    return Prepared(calibration, objectives, tuple(indices), labels)
+
+
+def language_kind(source: Loaded, target: Loaded) -> str | None:
+    """ "causal" or "sequence" for two language models, None for encoders."""
+    kinds = []
+    for loaded in (source, target):
+        name = type(loaded.model).__name__
+        sequence = name.endswith("ForConditionalGeneration")
+        kinds.append("sequence" if sequence else "causal" if name.endswith(("ForCausalLM", "LMHeadModel")) else None)
+    if kinds[0] != kinds[1]:
+        raise TaskferryError(
+            f"{source.given} is a {type(source.model).__name__}, {target.given} a {type(target.model).__name__}: "
+            "their losses differ; give two models of one kind"
+        )
+    return kinds[0]
+
+
+def _encoder_calibration(
+    settings: CalibrationSettings, samples: Samples, source: Loaded, target: Loaded
+) -> Calibration:
+    if samples.kind == "image":
+        keys = (_image_key(source), _image_key(target))
+        images = [picture(row) for row in samples.rows]
+        transforms = (source.image_transform(), target.image_transform())
+        return image_calibration(images, *transforms, key=keys, labels=samples.labels, micro_batch=settings.micro_batch)
+    if samples.kind != "text":
+        raise TaskferryError(f"{settings.calibration} has {samples.kind} rows: an encoder needs a text column")
+    pairs = [row.get("text_pair") for row in samples.rows]
+    return text_calibration(
+        [str(row["text"]) for row in samples.rows],
+        source.tokenizer(),
+        target.tokenizer(),
+        pairs=None if any(p is None for p in pairs) else [str(p) for p in pairs],
+        labels=samples.labels,
+        max_length=settings.max_length,
+        micro_batch=settings.micro_batch,
+    )
+
+
+def _image_key(loaded: Loaded) -> str:
+    return _IMAGE_INPUT.get(family_of(loaded.model).name, "pixel_values")
+
+
+def _language(
+    settings: CalibrationSettings, samples: Samples, source: Loaded, target: Loaded, tuned: str | None, kind: str
+) -> tuple[Calibration, str]:
+    tokenizer_A, tokenizer_B = source.tokenizer(), target.tokenizer()
+    origin = "the text itself"
+    rows = [dict(row) for row in samples.rows]
+    if samples.kind == "image":
+        raise TaskferryError(f"{settings.calibration} has images: a language model needs text, prompts or messages")
+    if samples.kind == "prompt":
+        origin = "the completions in the data"
+        if settings.labels == "teacher" or any(row.get("completion") is None for row in rows):
+            origin = "completions of the tuned source (teacher)"
+            teacher = _load_teacher(source, tuned)
+            prompts = [str(row["prompt"]) for row in rows]
+            for row, completion in zip(rows, complete(teacher, tokenizer_A, prompts), strict=True):
+                row["completion"] = completion
+    segments: Sequence[list[Segment]] = [segments_of(row) for row in rows]
+    build: Callable[..., Calibration] = language_calibration
+    if kind == "sequence":
+        if samples.kind != "prompt":
+            raise TaskferryError("an encoder-decoder needs the columns prompt and completion")
+        build = sequence_calibration
+    lengths = {"max_length": settings.max_length, "micro_batch": settings.micro_batch}
+    return build(segments, tokenizer_A, tokenizer_B, **lengths), origin
+
+
+@torch.no_grad()
+def complete(model: torch.nn.Module, tokenizer: Any, prompts: Sequence[str], length: int = 64) -> list[str]:
+    """What a language model answers, greedily."""
+    completions = []
+    generator: Any = model
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt").to(device_of(model))
+        output = generator.generate(
+            **inputs, max_new_tokens=length, do_sample=False, pad_token_id=tokenizer.eos_token_id
+        )
+        start = 0 if generator.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+        completions.append(tokenizer.decode(output[0, start:], skip_special_tokens=True))
+    empty = sum(not completion.strip() for completion in completions)
+    if empty == len(completions):
+        raise TaskferryError("the tuned source answers every prompt with nothing: give completions in the data")
+    return [completion or " " for completion in completions]
+
+
+def _objectives(
+    settings: CalibrationSettings, samples: Samples, source: Loaded, target: Loaded
+) -> tuple[Objective, Objective]:
+    name = settings.objective
+    has_text = all(hasattr(m.model, "encode_text") or hasattr(m.model, "get_text_features") for m in (source, target))
+    if name == "auto":
+        name = "zero-shot" if has_text and samples.kind == "image" and samples.classes else "prototypes"
+    if name == "zero-shot":
+        if not has_text or not samples.classes:
+            raise TaskferryError(
+                "a zero-shot head needs two image-text models and class names (a classes.json beside the data)"
+            )
+        first, second = (ZeroShot(samples.classes, _tokenize(m), settings.templates) for m in (source, target))
+        return first, second
+    if name == "language":
+        raise TaskferryError("the objective 'language' needs two language models")
+    kinds: dict[str, Classifier] = {"prototypes": Prototypes(), "probe": LinearProbe(), "head": Head()}
+    return kinds[name], kinds[name]
+
+
+def _tokenize(loaded: Loaded) -> Callable[[list[str]], Any]:
+    tokenizer = loaded.tokenizer()
+    if family_of(loaded.model).name == "openclip":
+        return lambda texts: tokenizer(texts)
+    return lambda texts: tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+
+
+def _teacher(
+    settings: CalibrationSettings, calibration: Calibration, samples: Samples, source: Loaded, tuned: str | None
+) -> Tensor:
+    """Classes predicted by the tuned source: with its own head, or its zero-shot head."""
+    if samples.classes and hasattr(source.model, "encode_text"):
+        head: Classifier = ZeroShot(samples.classes, _tokenize(source), settings.templates)
+        return teacher_labels(_load_teacher(source, tuned), calibration.side(0), head)
+    teacher = _load_teacher(source, tuned)
+    if not type(teacher).__name__.endswith(("Classification", "VisionTransformer")):
+        raise TaskferryError(
+            f"the tuned source is a {type(teacher).__name__}, which predicts no classes, and the data has no labels: "
+            "give labels, or a tuned model with its classification head"
+        )
+    return teacher_labels(teacher, calibration.side(0), Head())
+
+
+def _load_teacher(source: Loaded, tuned: str | None) -> torch.nn.Module:
+    """The tuned source as it was saved, with its head."""
+    if tuned is None:
+        raise TaskferryError("labels from the teacher need the tuned source: give --source-tuned")
+    path = Path(tuned)
+    if is_adapter(path) or is_state_file(path):
+        from taskferry.checkpoints import load_tuned
+
+        teacher = load_model(source.given).model
+        return load_tuned(tuned, source).tau.add_to(teacher)
+    return load_model(tuned).model.to(device_of(source.model))
+
+
+def _features(calibration: Calibration, loaded: Loaded) -> Tensor:
+    family, device = family_of(loaded.model), device_of(loaded.model)
+    batches: list[Batch] = calibration.side(0)
+    with torch.no_grad():
+        return torch.cat([family.features(loaded.model, batch.to(device)).cpu() for batch in batches])

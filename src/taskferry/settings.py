@@ -1,0 +1,150 @@
+"""Settings of the commands, each declared once: the option, the YAML key, its check and its help.
+
+>>> settings = load_settings(TransferSettings, yaml_path, given_on_the_command_line)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from taskferry.errors import TaskferryError
+from taskferry.options import LabelSource, ObjectiveName, Sampler
+from taskferry.procrustes import DEFAULT_TOLERANCE
+
+S = TypeVar("S", bound="Settings")
+
+
+class Settings(BaseModel):
+    """Unknown keys fail."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    panel: ClassVar[str] = "What to move"  # where the help shows these settings
+
+
+class Writing(Settings):
+    """What every command that writes something takes."""
+
+    out: Path = Field(description="where to write; must not exist yet")
+
+
+class CalibrationSettings(Settings):
+    """Which samples both models are shown, and the loss whose gradient is taken."""
+
+    panel: ClassVar[str] = "Calibration"
+
+    calibration: str = Field(description="JSONL, CSV, Parquet, image folder, or hub dataset id")
+    samples: int = Field(100, ge=2, description="how many samples to use")
+    per_class: int | None = Field(None, ge=1, description="samples of each class instead of a total number")
+    sampler: Sampler = Field("random", description="how samples are chosen")
+    seed: int = Field(0, description="for choosing samples")
+    labels: LabelSource = Field("auto", description="from the data, or from the tuned source (teacher)")
+    label_column: str = Field("label", description="the column with the class")
+    objective: ObjectiveName = Field("auto", description="the loss whose gradient is taken")
+    templates: list[str] = Field(["a photo of a {}."], description="prompts of a zero-shot head; {} is the class")
+    max_length: int = Field(128, ge=2, description="longest text in tokens")
+    micro_batch: int = Field(16, ge=1, description="samples at once; changes memory, not the result")
+
+
+class MapSettings(Settings):
+    """How maps are solved."""
+
+    panel: ClassVar[str] = "Maps"
+
+    map_rank: Literal["range", "full"] = Field(
+        "range", description="keep the directions the samples show, or all (the paper to the letter)"
+    )
+    tolerance: float = Field(DEFAULT_TOLERANCE, gt=0, lt=1, description="smallest singular value kept, relative")
+    statistics_memory: float = Field(4.0, gt=0, description="GiB of cross-covariances at once")
+    device: str = Field("auto", description="cpu, cuda, or auto")
+
+
+class FitSettings(CalibrationSettings, MapSettings, Writing):
+    """taskferry fit."""
+
+    source_base: str = Field(description="the base model that was tuned")
+    target_base: str = Field(description="the base model to move to")
+    source_tuned: str | None = Field(None, description="the tuned source, where it gives the labels (teacher)")
+
+
+class OutputSettings(Settings):
+    """In which form a moved task vector is written."""
+
+    panel: ClassVar[str] = "Output"
+
+    as_lora: bool = Field(False, description="write a LoRA adapter (a LoRA in gives one anyway)")
+    as_model: bool = Field(False, description="write a full model, also for a LoRA in")
+    as_task_vector: bool = Field(False, description="write the moved task vector alone")
+    rank: int | None = Field(None, ge=1, description="rank of a LoRA made from a full fine-tune")
+    energy: float | None = Field(None, gt=0, le=1, description="share of each change's energy that its LoRA keeps")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> OutputSettings:
+        forms = [name for name in ("as_lora", "as_model", "as_task_vector") if getattr(self, name)]
+        if len(forms) > 1:
+            raise ValueError(f"{' and '.join(forms)} exclude each other")
+        if self.rank is not None and self.energy is not None:
+            raise ValueError("rank and energy exclude each other")
+        if (self.rank is not None or self.energy is not None) and not self.as_lora:
+            raise ValueError("rank and energy are for as_lora")
+        return self
+
+
+class TransferSettings(CalibrationSettings, MapSettings, OutputSettings, Writing):
+    """taskferry transfer."""
+
+    source_base: str = Field(description="the base model that was tuned")
+    source_tuned: str = Field(description="the tuned source: a model, a PEFT LoRA, a state file or a task vector")
+    target_base: str = Field(description="the base model to move to")
+    scale: float | Literal["auto"] = Field("auto", description="1 is the paper; auto takes the lowest calibration loss")
+
+
+class ApplySettings(OutputSettings, Writing):
+    """taskferry apply."""
+
+    alignment: Path = Field(description="what `taskferry fit` wrote")
+    source_tuned: str = Field(description="a PEFT LoRA, a task vector, or a tuned model")
+    source_base: str | None = Field(None, description="its base; not needed for a LoRA or a task vector")
+    target_base: str | None = Field(None, description="to write a full model, and named in an adapter")
+    scale: float = Field(1.0, description="multiplies the moved task vector")
+
+
+def load_settings(cls: type[S], file: Path | None, given: Mapping[str, Any]) -> S:
+    """Settings of a YAML file, overridden by those given; every error of both at once."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise TaskferryError(f"{file} cannot be read as YAML: {str(error).splitlines()[0]}") from error
+        if not isinstance(loaded, dict):
+            raise TaskferryError(f"{file} holds no settings: lines such as `samples: 100` are needed")
+        values.update(loaded)
+    values.update({name: value for name, value in given.items() if value is not None})
+    try:
+        return cls(**values)
+    except ValidationError as error:
+        raise TaskferryError(_all_errors(cls, error, file)) from error
+
+
+def dump_settings(settings: Settings) -> str:
+    """As YAML, for the file that is written beside an output."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
+
+
+def _all_errors(cls: type[Settings], error: ValidationError, file: Path | None) -> str:
+    lines = []
+    for item in error.errors():
+        name = str(item["loc"][0]) if item["loc"] else ""
+        if item["type"] == "missing":
+            lines.append(f"--{name.replace('_', '-')} is missing")
+        elif item["type"] == "extra_forbidden":
+            lines.append(f"unknown setting '{name}'; known are {', '.join(sorted(cls.model_fields))}")
+        else:
+            lines.append(f"{name}: {item['msg'].removeprefix('Value error, ')}".removeprefix(": "))
+    where = f" in {file}" if file else ""
+    return f"settings{where}: " + "; ".join(dict.fromkeys(lines))
