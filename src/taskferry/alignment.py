@@ -51,7 +51,11 @@ class Alignment:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def apply(self, tau: TaskVector) -> TaskVector:
-        """τ_B = R_outᵀ τ_A R_in at every site, R_out on every bias; low-rank stays low-rank of the same rank."""
+        """τ_B = R_outᵀ τ_A R_in at every site, R_out on every bias.
+
+        Low-rank stays low-rank, of the same rank; only where the target packs in one matrix what the source has in
+        several, their factors stand side by side.
+        """
         names = match_names(tau.deltas, self.source_parameters)
         deltas = {names[name]: delta for name, delta in tau.deltas.items()}
         for name, delta in deltas.items():

@@ -8,9 +8,10 @@ multiplied into the sums the moment they appear, and nothing outlives its micro-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,17 @@ class Statistics:
 
     inputs: dict[str, CrossCovariance] = field(default_factory=dict)  # by the first target site that reads it
     outputs: dict[str, CrossCovariance] = field(default_factory=dict)  # by target site
-    reads: dict[str, str] = field(default_factory=dict)  # target site -> key of `inputs`
+    reads: dict[str, list[str]] = field(default_factory=dict)  # target site -> keys of `inputs`, one a use
+
+    def input_of(self, name: str) -> tuple[str, CrossCovariance]:
+        """The key and the sums of what a target site reads, over all its uses."""
+        keys = self.reads[name]
+        if len(keys) == 1:
+            return keys[0], self.inputs[keys[0]]
+        total = CrossCovariance(self.inputs[keys[0]].d_A, self.inputs[keys[0]].d_B)
+        for key in keys:
+            total.merge(self.inputs[key])
+        return f"{name}@all", total
 
     def merge(self, other: Statistics) -> None:
         """Add the sums of another part of the calibration set."""
@@ -69,7 +80,7 @@ def collect(
     """
     by_target = {pair.target.name: pair for pair in pairs}
     statistics = Statistics()
-    with frozen(source.model), frozen(target.model), torch.enable_grad():
+    with torch.inference_mode(False), frozen(source.model), frozen(target.model), torch.enable_grad():
         for batch_A, batch_B in calibration:
             _MicroBatch(source, target, by_target, statistics, batch_A, batch_B).run()
             if on_batch is not None:
@@ -118,6 +129,8 @@ class _MicroBatch:
         self.batch_A = batch_A.to(device_of(source.model))
         self.batch_B = batch_B.to(device_of(target.model))
         self.X_A: dict[tuple[str, int], tuple[Call, Tensor]] = {}
+        self.versions: dict[tuple[str, int], int] = {}
+        self.copy = False
         self.G_A: dict[tuple[str, int], Tensor] = {}
         self.shared: dict[tuple[int, int], str] = {}
         self.matches: dict[tuple[str, str, int, int], TokenMatch] = {}
@@ -126,12 +139,21 @@ class _MicroBatch:
 
     def run(self) -> None:
         sources = {pair.source.name: pair.source for pair in self.by_target.values()}.values()
-        _forward_backward(self.source, self.batch_A, sources, self._keep_input, self._keep_gradient)
+        run_source = partial(
+            _forward_backward, self.source, self.batch_A, sources, self._keep_input, self._keep_gradient, self.layouts_A
+        )
+        run_source()
+        if any(x._version != self.versions[key] for key, (_, x) in self.X_A.items()):
+            # The model wrote into what a layer had read (x += f(x)): run again, keeping copies.
+            self.copy = True
+            run_source()
         targets = [pair.target for pair in self.by_target.values()]
-        _forward_backward(self.target, self.batch_B, targets, self._pair_input, self._pair_gradient)
+        _forward_backward(self.target, self.batch_B, targets, self._pair_input, self._pair_gradient, self.layouts_B)
 
     def _keep_input(self, call: Call, x: Tensor) -> None:
-        self.X_A[call.site.name, call.index] = (call, x)
+        key = (call.site.name, call.index)
+        self.X_A[key] = (call, x.clone() if self.copy else x)
+        self.versions[key] = self.X_A[key][1]._version
 
     def _keep_gradient(self, call: Call, g: Tensor) -> None:
         self.G_A[call.site.name, call.index] = g
@@ -141,13 +163,14 @@ class _MicroBatch:
         if found is None:
             return  # the source never reaches its site: no sums, and the coverage says so
         call_A, x_A = found
+        name = call.site.name if call.index == 0 else f"{call.site.name}@{call.index}"
         key = self.shared.get((call_A.input, call.input))
         if key is None:
-            # A later use of a weight adds to the sums of its first.
-            key = self.statistics.reads.get(call.site.name, call.site.name)
-            self.shared[call_A.input, call.input] = key
+            key = self.shared[call_A.input, call.input] = name
             self._add(self.statistics.inputs, key, call, x_A, x_B)
-        self.statistics.reads.setdefault(call.site.name, key)
+        keys = self.statistics.reads.setdefault(call.site.name, [])
+        if key not in keys:
+            keys.append(key)
 
     def _pair_gradient(self, call: Call, g_B: Tensor) -> None:
         g_A = self.G_A.get((self.by_target[call.site.name].source.name, call.index))
@@ -175,9 +198,15 @@ class _MicroBatch:
 
 
 def _forward_backward(
-    side: Side, batch: Batch, sites: Iterable[Site], on_input: OnInput, on_gradient: OnGradient
+    side: Side,
+    batch: Batch,
+    sites: Iterable[Site],
+    on_input: OnInput,
+    on_gradient: OnGradient,
+    layouts: Mapping[str, Layout],
 ) -> None:
-    with Recorder(side.model, sites, samples=len(batch), on_input=on_input, on_gradient=on_gradient):
+    lengths = {stream: layout.length for stream, layout in layouts.items() if layout.length is not None}
+    with Recorder(side.model, sites, samples=len(batch), on_input=on_input, on_gradient=on_gradient, lengths=lengths):
         loss = side.loss(batch)
     if loss.ndim or not bool(torch.isfinite(loss)):
         raise TaskferryError(

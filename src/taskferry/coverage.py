@@ -36,7 +36,10 @@ class Coverage:
         return iter(self.rows)
 
     def __getitem__(self, parameter: str) -> Row:
-        return next(row for row in self.rows if row.parameter == parameter)
+        for row in self.rows:
+            if row.parameter == parameter:
+                return row
+        raise KeyError(parameter)
 
     def moved(self) -> list[str]:
         """Names of the parameters that moved, whole or in part."""

@@ -21,7 +21,7 @@ HEADER = "taskferry"  # one metadata entry only: safetensors writes several in a
 
 def write_safetensors(path: str | Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
     """A file of our own kinds, with its header."""
-    _write(Path(path), tensors, {HEADER: json.dumps(header, sort_keys=True)})
+    _write(Path(path), tensors, {HEADER: json.dumps(header)})
 
 
 def write_plain_safetensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,42 +68,33 @@ def fit(
             f"no linear layer of {type(target).__name__} has a partner in {type(source).__name__}: "
             "their blocks or roles have no name in common"
         )
-    inputs: tuple[dict[str, Map], dict[str, Quality]] = ({}, {})
-    outputs: tuple[dict[str, Map], dict[str, Quality]] = ({}, {})
+    maps = _Maps(map_rank, tolerance)
     aligned: list[AlignedPair] = []
-    groups = list(_groups(pairs, statistics_memory))
+    number = max((p.element_size() for model in (source, target) for p in model.parameters()), default=4)
+    groups = list(_groups(pairs, statistics_memory, max(4, number)))
     capturing = _Steps(progress, "capture", len(groups) * len(calibration))
     solving = _Steps(progress, "solve", len(pairs))
     for group in groups:
-        statistics = collect(side_A, side_B, group, calibration, capturing.step)
-        for pair in group:
-            name = pair.target.name
-            solving.step()
-            if name not in statistics.reads or name not in statistics.outputs:
-                reasons[name] = UNREACHED
-                continue
-            key = statistics.reads[name]
-            settings: dict[str, Any] = {"rank": map_rank, "tolerance": tolerance}
-            found = _solve(statistics.inputs[key], key, inputs, **settings)
-            found &= _solve(statistics.outputs[name], name, outputs, **settings)
-            if found:
-                aligned.append(AlignedPair(pair.source, pair.target, key))
-            else:
-                reasons[name] = NO_SIGNAL
+        # A group's sums live in this call only: two groups never exist at once.
+        aligned += _fit_group(group, side_A, side_B, calibration, capturing, solving, maps, reasons)
     used_in = dict.fromkeys(pair.reads for pair in aligned)
     used_out = dict.fromkeys(pair.target.name for pair in aligned)
     return Alignment(
         pairs=tuple(aligned),
-        R_in={key: inputs[0][key] for key in used_in},
-        R_out={key: outputs[0][key] for key in used_out},
-        quality_in={key: inputs[1][key] for key in used_in},
-        quality_out={key: outputs[1][key] for key in used_out},
+        R_in={key: maps.inputs[key][0] for key in used_in},
+        R_out={key: maps.outputs[key][0] for key in used_out},
+        quality_in={key: maps.inputs[key][1] for key in used_in},
+        quality_out={key: maps.outputs[key][1] for key in used_out},
         source_parameters={name: tuple(p.shape) for name, p in source.named_parameters()},
         target_parameters={name: tuple(p.shape) for name, p in target.named_parameters()},
         reasons=_parameter_reasons(target, target_sites, reasons),
         provenance={
             "method": "bico",
-            "settings": {"map_rank": map_rank, "tolerance": tolerance, "depth_rule": depth_rule.__name__},
+            "settings": {
+                "map_rank": map_rank,
+                "tolerance": tolerance,
+                "depth_rule": getattr(depth_rule, "__name__", repr(depth_rule)),
+            },
             "source": _describe(source),
             "target": _describe(target),
             "objective": [objective_A.describe(), objective_B.describe()],
@@ -136,13 +127,13 @@ def _on_device(calibration: Calibration, which: int, model: nn.Module) -> list[B
     return [batch.to(device) for batch in calibration.side(which)]
 
 
-def _groups(pairs: list[Pair], memory: int) -> Iterator[list[Pair]]:
+def _groups(pairs: list[Pair], memory: int, number: int) -> Iterator[list[Pair]]:
     """Pairs whose cross-covariances fit the memory together; a block is never split, it shares inputs."""
     group: list[Pair] = []
     used = 0
     for _, block in groupby(pairs, key=lambda pair: (pair.target.stack, pair.target.block)):
         members = list(block)
-        size = sum(4 * (a.shape[0] * b.shape[0] + a.shape[1] * b.shape[1]) for a, b in map(_sites, members))
+        size = sum(number * (a.shape[0] * b.shape[0] + a.shape[1] * b.shape[1]) for a, b in map(_sites, members))
         if group and used + size > memory:
             yield group
             group, used = [], 0
@@ -155,15 +146,52 @@ def _sites(pair: Pair) -> tuple[Site, Site]:
     return pair.source, pair.target
 
 
-def _solve(sums: CrossCovariance, key: str, into: tuple[dict[str, Map], dict[str, Quality]], **settings: Any) -> bool:
-    """Solve one map unless it is there; whether it has any direction."""
-    maps, quality = into
-    if key not in maps:
-        try:
-            maps[key], quality[key] = sums.solve(**settings)
-        except ValueError as error:
-            raise TaskferryError(f"{key}: {error}") from error
-    return quality[key].rank > 0
+@dataclass
+class _Maps:
+    """Maps solved so far; shared ones once."""
+
+    rank: RankPolicy
+    tolerance: float
+    inputs: dict[str, tuple[Map, Quality]] = field(default_factory=dict)
+    outputs: dict[str, tuple[Map, Quality]] = field(default_factory=dict)
+
+    def solve(self, into: dict[str, tuple[Map, Quality]], key: str, sums: CrossCovariance) -> bool:
+        """Solve one map unless it is there; whether it has any direction."""
+        if key not in into:
+            try:
+                into[key] = sums.solve(rank=self.rank, tolerance=self.tolerance)
+            except ValueError as error:
+                raise TaskferryError(f"{key}: {error}") from error
+        return into[key][1].rank > 0
+
+
+def _fit_group(
+    group: list[Pair],
+    side_A: Side,
+    side_B: Side,
+    calibration: Calibration,
+    capturing: _Steps,
+    solving: _Steps,
+    maps: _Maps,
+    reasons: dict[str, str],
+) -> list[AlignedPair]:
+    """Capture and solve one group of pairs; what cannot be aligned gets its reason."""
+    statistics = collect(side_A, side_B, group, calibration, capturing.step)
+    aligned = []
+    for pair in group:
+        name = pair.target.name
+        solving.step()
+        if name not in statistics.reads or name not in statistics.outputs:
+            reasons[name] = UNREACHED
+            continue
+        key, sums = statistics.input_of(name)
+        found = maps.solve(maps.inputs, key, sums)
+        found &= maps.solve(maps.outputs, name, statistics.outputs[name])
+        if found:
+            aligned.append(AlignedPair(pair.source, pair.target, key))
+        else:
+            reasons[name] = NO_SIGNAL
+    return aligned
 
 
 def _parameter_reasons(model: nn.Module, sites: list[Site], reasons: dict[str, str]) -> dict[str, str]:

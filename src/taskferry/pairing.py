@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,11 +30,12 @@ def pair_sites(
     source: list[Site], target: list[Site], rule: DepthRule = nearest_block
 ) -> tuple[list[Pair], dict[str, str]]:
     """Pairs in the target's order, and for every other target site the reason why it has no source."""
-    known = {_place(site): site for site in source}
+    # A place may hold several sites (two experts, two inner layers): the first pairs with the first.
+    known = {(_place(site), count): site for site, count in _counted(source)}
     depth_A, depth_B = depths(source), depths(target)
     pairs: list[Pair] = []
     unpaired: dict[str, str] = {}
-    for site in target:
+    for site, count in _counted(target):
         if site.fixed is not None:
             unpaired[site.name] = site.fixed
             continue
@@ -45,7 +47,8 @@ def pair_sites(
                 unpaired[site.name] = f"the source has no stack of blocks '{stack}' (it has {_names(depth_A)})"
                 continue
             block = rule(block, depth_A[stack], depth_B[site.stack])
-        partner = known.get((stack if block is not None else site.stream, block, site.role))
+        place = (stack if block is not None else site.stream, block, site.role)
+        partner = known.get((place, count))
         if partner is None:
             unpaired[site.name] = f"the source has no layer '{site.role}' to take it from"
         elif partner.fixed is not None:
@@ -61,6 +64,15 @@ def pair_sites(
 
 def _place(site: Site) -> tuple[str, int | None, str]:
     return (site.stack if site.block is not None else site.stream, site.block, site.role)
+
+
+def _counted(sites: list[Site]) -> list[tuple[Site, int]]:
+    seen: Counter[tuple[str, int | None, str]] = Counter()
+    counted = []
+    for site in sites:
+        counted.append((site, seen[_place(site)]))
+        seen[_place(site)] += 1
+    return counted
 
 
 def _names(names: object) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 RankPolicy = Literal["range", "full"]
 
 DEFAULT_TOLERANCE = 1e-6
+NOT_FINITE = "activations or gradients are not finite: load the models in float32, or scale the loss down"
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,11 @@ class Map:
     def __call__(self, rows: Tensor) -> Tensor:
         """Source row vectors [n, d_A] in target coordinates [n, d_B]: rows @ R."""
         if self.R is not None:
-            return rows @ self.R.to(rows)
+            rows, R = _alike(rows, self.R)
+            return rows @ R
         U, V = self._need_factors()
-        return (rows @ U.to(rows)) @ V.to(rows).T
+        rows, U = _alike(rows, U)
+        return (rows @ U) @ V.to(rows).T
 
     def dense(self) -> Tensor:
         """R as one matrix [d_A, d_B]."""
@@ -82,7 +85,8 @@ class Spectrum:
 def procrustes(C: Tensor, *, rank: RankPolicy = "range", tolerance: float = DEFAULT_TOLERANCE) -> tuple[Map, Spectrum]:
     """R = U Vᵀ for C = X_Aᵀ X_B = U Σ Vᵀ (equations 6 and 7), in float64, returned in C's precision.
 
-    R minimises ‖X_A R − X_B‖_F under R Rᵀ = I (d_A ≤ d_B) or Rᵀ R = I (d_A > d_B): one formula for both.
+    Of all isometries R it has the largest ⟨X_A R, X_B⟩. For d_A ≤ d_B (R Rᵀ = I) that minimises ‖X_A R − X_B‖_F;
+    for d_A > d_B (Rᵀ R = I) it minimises ‖X_A − X_B Rᵀ‖_F: one formula for both.
     U Vᵀ is unique only on the range of C; what a decomposition returns outside of it is an accident of
     its implementation. "range" keeps the singular directions above `tolerance` · σ_1; "full" keeps
     all min(d_A, d_B) of them, which is the paper to the letter.
@@ -92,7 +96,7 @@ def procrustes(C: Tensor, *, rank: RankPolicy = "range", tolerance: float = DEFA
     if C.ndim != 2:
         raise ValueError(f"a cross-covariance is a matrix [d_A, d_B], got shape {tuple(C.shape)}")
     if not bool(torch.isfinite(C).all()):
-        raise ValueError("the cross-covariance is not finite: lower the loss scale or use float32 models")
+        raise ValueError(NOT_FINITE)
     # float32 statistics carry 1e-7 of rounding noise, above what squaring C loses in float64, so there the
     # symmetric eigenproblem (half the time of the SVD) gives the same map. "full" needs the null space too.
     if rank == "full" or C.dtype == torch.float64:
@@ -120,6 +124,12 @@ def bilinear(R_out: Map, tau: Tensor, R_in: Map) -> Tensor:
     if tau.shape != (R_out.shape[0], R_in.shape[0]):
         raise ValueError(f"the task vector is {tuple(tau.shape)}, the maps take {(R_out.shape[0], R_in.shape[0])}")
     return R_out(R_in(tau).T).T
+
+
+def _alike(rows: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
+    """In the finer of the two precisions: half-precision factors must not round the map."""
+    dtype = torch.promote_types(rows.dtype, R.dtype)
+    return rows.to(dtype), R.to(rows.device, dtype)
 
 
 def _svd_by_eigh(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +56,11 @@ class Recorder(TorchFunctionMode):
         samples: int,
         on_input: OnInput,
         on_gradient: OnGradient,
+        lengths: Mapping[str, int] | None = None,  # tokens of a sample in each stream, where known
     ) -> None:
         super().__init__()
         self.samples = samples
+        self.lengths = lengths or {}
         self.on_input = on_input
         self.on_gradient = on_gradient
         self._calls: Counter[str] = Counter()
@@ -72,35 +74,42 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear:
-            x, weight = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs["weight"]
+        if func is F.linear or func is torch.conv2d:
+            x, weight = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight")
             return self._record(func, x, weight, args, kwargs)
         if func in _MATMULS:
-            return self._record(func, args[0], args[1] if len(args) > 1 else None, args, kwargs)
+            x, weight = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "other", "mat2")
+            return self._record(func, x, weight, args, kwargs, transposed=True)
         if func is torch.addmm:
-            return self._record(func, args[1], args[2], args, kwargs)
-        if func is torch.conv2d and len(args) > 1:
-            return self._record(func, args[0], args[1], args, kwargs, patches=True)
+            x, weight = _argument(args, kwargs, 1, "mat1"), _argument(args, kwargs, 2, "mat2")
+            return self._record(func, x, weight, args, kwargs, transposed=True)
         if func is F.multi_head_attention_forward:
             bound = _MHA_SIGNATURE.bind(*args, **kwargs)
             bound.apply_defaults()
-            if self._find(bound.arguments["in_proj_weight"])[0]:
+            if self._find(bound.arguments["in_proj_weight"], False)[0]:
                 with self:  # torch leaves the mode while it calls us; the parts must be seen
                     return _attention_in_parts(**bound.arguments)
         return func(*args, **kwargs)
 
-    def _find(self, weight: Any) -> tuple[list[Site], int]:
-        """The sites of a weight, and its first row where it is a slice of the rows of a packed matrix."""
+    def _find(self, weight: Any, transposed: bool) -> tuple[list[Site], int]:
+        """The sites of a weight used as x Wᵀ, or as x W where `transposed`; and its first row where it is a slice."""
         if not isinstance(weight, Tensor):
             return [], 0
-        if (sites := self._sites.get(id(weight))) is not None:
-            return sites, 0
+        first, last = 0, None
         base = weight._base
-        if base is None or id(base) not in self._sites or weight.stride() != base.stride():
-            return [], 0
-        first = (weight.storage_offset() - base.storage_offset()) // base.stride(0)
-        last = first + weight.shape[0]
-        return [s for s in self._sites[id(base)] if s.rows and first <= s.rows[0] and s.rows[1] <= last], first
+        if id(weight) not in self._sites and base is not None and id(base) in self._sites and base.ndim == 2:
+            if weight.stride() == base.stride()[::-1] and weight.shape == base.shape[::-1]:
+                transposed = not transposed  # x @ W.T
+            elif weight.stride() == base.stride():
+                first = (weight.storage_offset() - base.storage_offset()) // base.stride(0)
+                last = first + weight.shape[0]
+            else:
+                return [], 0
+            weight = base
+        sites = [site for site in self._sites.get(id(weight), ()) if site.transposed == transposed]
+        if last is not None:
+            sites = [s for s in sites if s.rows is not None and first <= s.rows[0] and s.rows[1] <= last]
+        return sites, first
 
     def _record(
         self,
@@ -109,27 +118,33 @@ class Recorder(TorchFunctionMode):
         weight: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        patches: bool = False,
+        transposed: bool = False,
     ) -> Any:
-        sites, first_row = self._find(weight)
+        sites, first_row = self._find(weight, transposed)
         y = func(*args, **kwargs)
         if not sites:
             return y
-        hooked = y
+        patches = func is torch.conv2d
         if not y.requires_grad:
             # Nothing below needs a gradient: the graph starts here, at a leaf. The model gets a copy,
             # because it may write in place and torch forbids that on leaves.
             hooked = y.detach().requires_grad_()
             y = hooked.clone()
+        else:
+            # A linear output can be a view of its flat form, and writing into a view in place would drop the hook.
+            hooked = y = torch.ops.aten._unsafe_view.default(y, list(y.shape))
         rows = x.detach()
         if patches:
             rows = F.unfold(rows, weight.shape[2:], stride=weight.shape[2:]).mT
         number = self._number(x)
         calls = []
         for site in sites:
+            tokens = self._as_tokens(site, rows)
+            if tokens is None:
+                continue
             calls.append(Call(site, self._calls[site.name], number))
             self._calls[site.name] += 1
-            self.on_input(calls[-1], self._as_tokens(site, rows))
+            self.on_input(calls[-1], tokens)
         hooked.register_hook(lambda g: self._gradient(calls, first_row, g, patches))
         return y
 
@@ -140,7 +155,9 @@ class Recorder(TorchFunctionMode):
             part, rows = g, call.site.rows
             if rows is not None:
                 part = g[..., rows[0] - first_row : rows[1] - first_row]
-            self.on_gradient(call, self._as_tokens(call.site, part))
+            tokens = self._as_tokens(call.site, part)
+            if tokens is not None:
+                self.on_gradient(call, tokens)
 
     def _number(self, x: Tensor) -> int:
         """One number for one tensor, as long as it lives unchanged; its address may be used again later."""
@@ -152,19 +169,27 @@ class Recorder(TorchFunctionMode):
         self._inputs[key] = (weakref.ref(x), self._input_count)
         return self._input_count
 
-    def _as_tokens(self, site: Site, x: Tensor) -> Tensor:
-        """[n, L, d] from [n, d], [n, L, d], [n, H, W, d], [L, n, d] or [n · L, d]."""
+    def _as_tokens(self, site: Site, x: Tensor) -> Tensor | None:
+        """[n, L, d] from [n, d], [n, L, d], [n, H, W, d], [L, n, d] or [n · L, d].
+
+        None for rows that are no tokens of the samples: an expert's routed tokens, a layer that mixes samples.
+        """
         n = self.samples
         if x.shape[0] == n:
             return x.reshape(n, -1, x.shape[-1])
         if x.ndim == 3 and x.shape[1] == n:
             return x.transpose(0, 1)
-        if x.shape[:-1].numel() % n == 0:
-            return x.reshape(n, -1, x.shape[-1])
-        raise TaskferryError(
-            f"{site.name}: activations of shape {tuple(x.shape)} are not tokens of {n} samples; "
-            "a layer that mixes or routes samples cannot be paired: leave it out"
-        )
+        length, rest = divmod(x.shape[:-1].numel(), n)
+        expected = self.lengths.get(site.stream)
+        if rest or (expected is not None and length not in (1, expected)):
+            return None
+        return x.reshape(n, length, x.shape[-1])
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *names: str) -> Any:
+    if len(args) > place:
+        return args[place]
+    return next((kwargs[name] for name in names if name in kwargs), None)
 
 
 def _attention_in_parts(
@@ -191,24 +216,26 @@ def _attention_in_parts(
 ) -> tuple[Tensor, Tensor | None]:
     """What `F.multi_head_attention_forward` computes in eval mode, each projection as one visible operation.
 
-    Tensors are [L, n, d], as that function takes them.
+    That function takes [L, n, d]. The projections are done on [n, L, d], so that their rows are the samples' tokens.
     """
     if bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None or static_v is not None:
         raise TaskferryError("nn.MultiheadAttention with bias_k, bias_v, add_zero_attn or static keys is not supported")
     d, n, head = query.shape[-1], query.shape[1], query.shape[-1] // num_heads
-    if query is key and key is value:
+    alone = query is key and key is value
+    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    if alone:
         q, k, v = F.linear(query, in_proj_weight, in_proj_bias).chunk(3, dim=-1)
     else:
         biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
         W_q, W_k, W_v = in_proj_weight.chunk(3)
         q, k, v = (F.linear(x, W, b) for x, W, b in zip((query, key, value), (W_q, W_k, W_v), biases, strict=True))
-    q, k, v = (t.reshape(-1, n, num_heads, head).permute(1, 2, 0, 3) for t in (q, k, v))  # [n, heads, L, head]
+    q, k, v = (t.reshape(n, -1, num_heads, head).transpose(1, 2) for t in (q, k, v))  # [n, heads, L, head]
     mask = _merge_masks(attn_mask, key_padding_mask, n, num_heads, q)
     if mask is None and is_causal:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    attended = attended.permute(2, 0, 1, 3).reshape(-1, n, d)
-    output = F.linear(attended, out_proj_weight, out_proj_bias)
+    attended = attended.transpose(1, 2).reshape(n, -1, d)
+    output = F.linear(attended, out_proj_weight, out_proj_bias).transpose(0, 1)
     if not need_weights:
         return output, None
     scores = q @ k.mT / head**0.5

@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from taskferry.calibration.batch import Batch
 from taskferry.capture import Loss, device_of, frozen
-from taskferry.errors import TaskferryError
-from taskferry.taskvector import LowRank, TaskVector, match_names
+from taskferry.taskvector import LowRank, TaskVector
 
 LARGEST = 4.0
 START = (0.0, 1.0, 2.0, 0.5, 4.0)
@@ -101,24 +100,20 @@ def moved_by(model: nn.Module, tau: TaskVector) -> Iterator[Callable[[float], No
 
     Memory: one copy of the parameters that move.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    names = match_names(tau.deltas, parameters)
-    base: dict[str, Tensor] = {name: parameters[names[name]].detach().clone() for name in tau.deltas}
+    moving = [(parameter, parameter.detach().clone(), delta) for parameter, delta in tau.on(model)]
 
     @torch.no_grad()
     def set_scale(scale: float) -> None:
-        for name, delta in tau.deltas.items():
+        for parameter, base, delta in moving:
             change = delta.dense() if isinstance(delta, LowRank) else delta
-            if change.shape != base[name].shape:
-                raise TaskferryError(f"{name}: a change of {tuple(change.shape)} on {tuple(base[name].shape)}")
-            parameters[names[name]].copy_(base[name] + scale * change.to(base[name].device))
+            parameter.copy_(base + scale * change.to(base.device))
 
     try:
         yield set_scale
     finally:
         with torch.no_grad():
-            for name, value in base.items():
-                parameters[names[name]].copy_(value)
+            for parameter, base, _ in moving:
+                parameter.copy_(base)
 
 
 def scale_on_calibration(

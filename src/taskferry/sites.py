@@ -98,18 +98,18 @@ def _linear_parameters(model: nn.Module, family: Family) -> list[LinearParameter
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def add(linear: LinearParameter, parameter: Tensor) -> None:
-        if names[id(parameter)] == linear.weight:
+        if names.get(id(parameter)) == linear.weight:
             found.append(linear)
 
     for path, module in model.named_modules():
         dot = f"{path}." if path else ""
         if isinstance(module, nn.Linear):
             out, in_ = module.weight.shape
-            parts = family.parts(model, path, out)
+            parts = family.parts(model, path, out, in_)
             add(LinearParameter(path, f"{dot}weight", _bias(module, dot), out, in_, parts=parts), module.weight)
         elif type(module).__name__ == "Conv1D" and getattr(module, "weight", None) is not None:
             in_, out = module.weight.shape  # GPT-2 stores [in, out]
-            parts = family.parts(model, path, out)
+            parts = family.parts(model, path, out, in_)
             linear = LinearParameter(path, f"{dot}weight", f"{dot}bias", out, in_, True, parts)
             add(linear, module.weight)
         elif isinstance(module, nn.Conv2d) and is_patch_embedding(module):

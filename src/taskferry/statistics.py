@@ -19,6 +19,7 @@ from torch import Tensor
 
 from taskferry.procrustes import (
     DEFAULT_TOLERANCE,
+    NOT_FINITE,
     Map,
     RankPolicy,
     Spectrum,
@@ -32,7 +33,7 @@ class Quality:
     """How well one map relates two spaces.
 
     `similarity` is ⟨X_A R, X_B⟩ / (‖X_A‖ ‖X_B‖): 1 when the spaces differ by an isometry only.
-    `residual` is √(1 − similarity²): the relative error that the best multiple of the map leaves.
+    `residual` is √(1 − similarity²): 0 there, and at least the relative error that the best multiple of the map leaves.
     """
 
     rank: int
@@ -65,7 +66,8 @@ class CrossCovariance:
                 f"rows {tuple(X_A.shape)} and {tuple(X_B.shape)} do not fit a cross-covariance of "
                 f"{self.d_A} x {self.d_B}: both sides need the same number of rows"
             )
-        X_A, X_B = _statistics_dtype(X_A), _statistics_dtype(X_B).to(X_A.device)
+        dtype = torch.promote_types(torch.promote_types(X_A.dtype, X_B.dtype), torch.float32)
+        X_A, X_B = X_A.to(dtype), X_B.to(X_A.device, dtype)  # half precision overflows and forgets in sums
         self.energy_A += float(torch.linalg.vector_norm(X_A, dtype=torch.float64)) ** 2
         self.energy_B += float(torch.linalg.vector_norm(X_B, dtype=torch.float64)) ** 2
         alive = X_A.any(dim=1) & X_B.any(dim=1)
@@ -103,6 +105,8 @@ class CrossCovariance:
         if self._pending and rank == "range":
             X_A = torch.cat([a for a, _ in self._pending])
             X_B = torch.cat([b for _, b in self._pending])
+            if not bool(torch.isfinite(X_A).all() and torch.isfinite(X_B).all()):
+                raise ValueError(NOT_FINITE)
             R, spectrum = procrustes_from_rows(X_A, X_B, tolerance=tolerance)
         else:
             R, spectrum = procrustes(self.matrix(), rank=rank, tolerance=tolerance)
@@ -149,8 +153,3 @@ class CrossCovariance:
             largest=spectrum.largest,
             smallest=spectrum.smallest,
         )
-
-
-def _statistics_dtype(X: Tensor) -> Tensor:
-    """Half precision overflows and forgets in sums: float32 at least."""
-    return X if X.dtype in (torch.float32, torch.float64) else X.float()

@@ -82,16 +82,21 @@ class TaskVector:
                 "give the base model that was tuned"
             )
         deltas: dict[str, Delta] = {}
+        tied = _tied(before)
         for name, start in before.items():
+            if name in tied:
+                continue
             end = after[name]
             if start.shape != end.shape:
                 raise TaskferryError(
                     f"{name} is {tuple(start.shape)} in the base and {tuple(end.shape)} in the tuned model: "
                     "give the base model that was tuned"
                 )
-            if start.is_floating_point() and not torch.equal(start, end.to(start)):
-                precision = torch.promote_types(start.dtype, torch.float32)
-                deltas[name] = end.detach().to(start.device, precision) - start.detach().to(precision)
+            if start.is_floating_point():
+                precision = torch.promote_types(torch.promote_types(start.dtype, end.dtype), torch.float32)
+                change = end.detach().to(start.device, precision) - start.detach().to(precision)
+                if bool(change.any()):
+                    deltas[name] = change
         return cls(deltas)
 
     def __add__(self, other: TaskVector) -> TaskVector:
@@ -133,18 +138,26 @@ class TaskVector:
     @torch.no_grad()
     def add_to(self, model: nn.Module, scale: float = 1.0) -> nn.Module:
         """θ + scale · τ, in place (paper, equation 9); returns the model."""
+        for parameter, delta in self.on(model):
+            change = delta.dense() if isinstance(delta, LowRank) else delta
+            # Half-precision weights are summed in float32 and rounded once.
+            precision = torch.promote_types(torch.promote_types(parameter.dtype, change.dtype), torch.float32)
+            parameter.copy_(parameter.to(precision) + scale * change.to(parameter.device, precision))
+        return model
+
+    def on(self, model: nn.Module) -> list[tuple[nn.Parameter, Delta]]:
+        """The model's parameters with their changes; a tied weight once, and every shape checked."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         renamed = match_names(self.deltas, parameters)
+        found: dict[int, tuple[nn.Parameter, Delta]] = {}
         for name, delta in self.deltas.items():
             parameter = parameters[renamed[name]]
-            change = delta.dense() if isinstance(delta, LowRank) else delta
-            if change.shape != parameter.shape:
+            if tuple(delta.shape) != tuple(parameter.shape):
                 raise TaskferryError(
-                    f"{name}: a change of shape {tuple(change.shape)} on a parameter of {tuple(parameter.shape)}"
+                    f"{name}: a change of shape {tuple(delta.shape)} on a parameter of {tuple(parameter.shape)}"
                 )
-            # Half-precision weights are summed in the change's precision and rounded once.
-            parameter.copy_(parameter.to(change.dtype) + scale * change.to(parameter.device))
-        return model
+            found.setdefault(id(parameter), (parameter, delta))
+        return list(found.values())
 
     def save(self, path: str | Path) -> None:
         """One safetensors file; low-rank changes keep their two factors."""
@@ -198,6 +211,18 @@ def _tail(name: str) -> str:
 
 def _parameters(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
+
+
+def _tied(state: Mapping[str, Tensor]) -> set[str]:
+    """Names of tensors that stand in the dictionary under an earlier name already, as tied weights do."""
+    seen: set[tuple[object, ...]] = set()
+    again = set()
+    for name, tensor in state.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if place in seen and tensor.numel():
+            again.add(name)
+        seen.add(place)
+    return again
 
 
 def _add(name: str, a: Delta, b: Delta) -> Delta:

@@ -29,6 +29,14 @@ class Layout:
     prefix: int = 0  # class and register tokens in front of the grid
     grid: tuple[int, int] | None = None  # rows and columns of patches
 
+    @property
+    def length(self) -> int | None:
+        """Tokens of a sample, where that is known."""
+        if self.grid is not None:
+            return self.prefix + self.grid[0] * self.grid[1]
+        tensor = self.mask if self.mask is not None else self.ids if self.ids is not None else self.spans
+        return None if tensor is None else tensor.shape[1]
+
 
 @dataclass(frozen=True)
 class TokenMatch:

@@ -37,7 +37,7 @@ class Batch:
 
 
 class Calibration:
-    """Pairs of micro-batches (source, target), checked: same number, same samples, same labels.
+    """Pairs of micro-batches (source, target), checked: same number, same samples where ids tell, same labels.
 
     Kept as a sequence, because the models may be walked several times (groups of sites, scale search).
     """

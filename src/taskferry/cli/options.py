@@ -60,7 +60,7 @@ def _parameter(name: str, settings: type[Settings], positional: bool) -> inspect
         annotation = Annotated[kind, argument]
     else:
         flag = f"--{name.replace('_', '-')}"
-        panel, metavar = _owner(name, settings).panel, _metavar(field.annotation)
+        panel, metavar = vars(_owner(name, settings)).get("panel", Settings.panel), _metavar(field.annotation)
         option = typer.Option(flag, help=help_text, show_default=False, rich_help_panel=panel, metavar=metavar)
         annotation = Annotated[kind, option]
     default = False if kind is bool else None

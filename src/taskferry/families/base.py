@@ -38,7 +38,8 @@ class Family:
         path = inside if block is not None else linear.path
         role = _first(self.roles, path) or path
         stack = _first(self.stacks, prefix)
-        fixed = HEAD if any(re.search(head, linear.path) for head in self.heads) else None
+        is_head = block is None and any(re.search(head, linear.path) for head in self.heads)
+        fixed = HEAD if is_head else None
         return Site(
             name=linear.path,
             weight=linear.weight,
@@ -52,7 +53,7 @@ class Family:
             fixed=fixed,
         )
 
-    def parts(self, model: nn.Module, path: str, rows: int) -> tuple[tuple[str, int], ...]:  # noqa: ARG002
+    def parts(self, model: nn.Module, path: str, rows: int, columns: int) -> tuple[tuple[str, int], ...]:  # noqa: ARG002
         """(name, rows) of each output space packed in one matrix, in order; empty for a plain one."""
         return ()
 

@@ -33,7 +33,7 @@ class HuggingFace(Family):
         (rf"{_SELF}\.(?:k_proj|key|k|k_lin)", "attn.k"),
         (rf"{_SELF}\.(?:v_proj|value|v|v_lin)", "attn.v"),
         (rf"{_SELF}\.(?:out_proj|o_proj|o|out_lin|c_proj)|attention\.output\.dense", "attn.o"),
-        (r"attn\.(?:c_attn|qkv_proj)", "attn.qkv"),
+        (rf"{_SELF}\.(?:c_attn|qkv_proj)", "attn.qkv"),
         (r"mlp\.gate_up_proj", "mlp.gate_up"),
         (r"mlp\.gate_proj|DenseReluDense\.wi_0", "mlp.gate"),
         (r"mlp\.(?:up_proj|fc1|c_fc)|intermediate\.dense|fc1|DenseReluDense\.wi(?:_1)?|ffn\.lin1", "mlp.up"),
@@ -50,18 +50,18 @@ class HuggingFace(Family):
         (r"(?:model\.layers|h|layers|encoder\.layer|transformer\.layer)", "blocks"),
     )
     heads = (
-        r"^(?:lm_head|classifier|score|qa_outputs|proj_out|pre_classifier)(?:\.|$)",
-        r"^(?:cls|generator|classification_head)\.",
+        r"(?:^|\.)(?:lm_head|classifier|score|qa_outputs|proj_out|pre_classifier)(?:\.|$)",
+        r"(?:^|\.)(?:cls|generator|classification_head)\.",
     )
 
     def owns(self, model: nn.Module) -> bool:
         """Models with transformers' configuration."""
         return hasattr(getattr(model, "config", None), "model_type")
 
-    def parts(self, model: nn.Module, path: str, rows: int) -> tuple[tuple[str, int], ...]:
+    def parts(self, model: nn.Module, path: str, rows: int, columns: int) -> tuple[tuple[str, int], ...]:
         """GPT-2's c_attn, Phi's qkv_proj and gate_up_proj."""
         leaf = path.rsplit(".", 1)[-1]
-        if leaf == "c_attn" and ".crossattention." not in path:
+        if leaf == "c_attn" and rows == 3 * columns:  # multi-query models pack other sizes
             return (("q", rows // 3), ("k", rows // 3), ("v", rows // 3))
         if leaf == "gate_up_proj":
             return (("gate", rows // 2), ("up", rows // 2))
@@ -90,7 +90,9 @@ class HuggingFace(Family):
         inputs = batch.inputs
         text = Layout(inputs.get("attention_mask"), inputs.get("input_ids"), batch.spans.get("tokens"))
         if getattr(config, "is_encoder_decoder", False):
-            return {"encoder": text, "decoder": _decoder_layout(batch)}
+            # Audio frames are halved before the first block: a mask over them is no mask over tokens.
+            encoder = Layout() if "input_features" in inputs else text
+            return {"encoder": encoder, "decoder": _decoder_layout(batch)}
         layouts = {"tokens": text, "text": text}
         if "pixel_values" in inputs:
             vision: Any = getattr(config, "vision_config", config)
@@ -116,7 +118,7 @@ class HuggingFace(Family):
         names = ("input_ids", "attention_mask", "token_type_ids", "pixel_values", "input_features")
         hidden: Tensor = body(**{k: v for k, v in inputs.items() if k in names}).last_hidden_state
         if "pixel_values" in inputs:
-            return hidden[:, 0]
+            return hidden[:, 0] if _class_tokens(config) else hidden.mean(1)
         mask = inputs.get("attention_mask")
         if mask is None or mask.shape[1] != hidden.shape[1]:
             return hidden.mean(1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from taskferry.calibration.batch import Batch
@@ -39,7 +40,7 @@ class OpenCLIP(Family):
         """Classes of the open_clip package."""
         return type(model).__module__.split(".")[0] == "open_clip"
 
-    def parts(self, model: nn.Module, path: str, rows: int) -> tuple[tuple[str, int], ...]:  # noqa: ARG002
+    def parts(self, model: nn.Module, path: str, rows: int, columns: int) -> tuple[tuple[str, int], ...]:  # noqa: ARG002
         """The timm towers that OpenCLIP builds pack q, k and v."""
         return (("q", rows // 3), ("k", rows // 3), ("v", rows // 3)) if path.endswith("attn.qkv") else ()
 
@@ -52,7 +53,12 @@ class OpenCLIP(Family):
     def layouts(self, model: nn.Module, batch: Batch) -> dict[str, Layout]:
         """A class token and a grid of patches; text at the model's own context length."""
         tower: Any = getattr(model, "visual", model)
-        layouts = {"text": Layout(ids=batch.inputs.get("text"))}
+        layouts = {}
+        text = batch.inputs.get("text")
+        if text is not None:
+            # The end token has the highest id; what follows it is padding.
+            places = torch.arange(text.shape[1], device=text.device)
+            layouts["text"] = Layout(mask=places <= text.argmax(1, keepdim=True), ids=text)
         image = batch.inputs.get("image")
         if image is not None:
             trunk: Any = getattr(tower, "trunk", None)

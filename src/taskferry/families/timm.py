@@ -34,7 +34,7 @@ class Timm(Family):
         """Classes of the timm package that cut images into patches."""
         return type(model).__module__.split(".")[0] == "timm" and hasattr(model, "patch_embed")
 
-    def parts(self, model: nn.Module, path: str, rows: int) -> tuple[tuple[str, int], ...]:  # noqa: ARG002
+    def parts(self, model: nn.Module, path: str, rows: int, columns: int) -> tuple[tuple[str, int], ...]:  # noqa: ARG002
         """q, k and v."""
         return (("q", rows // 3), ("k", rows // 3), ("v", rows // 3)) if path.endswith("attn.qkv") else ()
 
