@@ -29,10 +29,12 @@ def train(kind: str) -> Any:
         model = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="<unk>"))
         model.normalizer = tokenizers.normalizers.BertNormalizer()
         model.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        model.decoder = tokenizers.decoders.WordPiece()
         trainer = tokenizers.trainers.WordPieceTrainer(vocab_size=90, special_tokens=special)
     else:
         model = tokenizers.Tokenizer(tokenizers.models.BPE())
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = tokenizers.decoders.ByteLevel()
         alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
         trainer = tokenizers.trainers.BpeTrainer(vocab_size=330, special_tokens=special, initial_alphabet=alphabet)
     model.train_from_iterator([*TEXTS, *SECOND], trainer)

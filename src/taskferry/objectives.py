@@ -215,7 +215,13 @@ def calibration_features(model: nn.Module, batches: Sequence[Batch]) -> tuple[Te
     family, device = family_of(model), device_of(model)
     with torch.no_grad(), frozen(model):
         features = torch.cat([family.features(model, batch.to(device)) for batch in batches])
-    return features, torch.cat([_labels(batch) for batch in batches]).to(device)
+    labels = torch.cat([_labels(batch) for batch in batches]).to(device)
+    if int(labels.max()) == int(labels.min()):
+        raise TaskferryError(
+            f"all {len(labels)} samples have class {int(labels[0])}: a head made from them has nothing to tell apart; "
+            "give samples of at least two classes"
+        )
+    return features, labels
 
 
 def fit_probe(features: Tensor, labels: Tensor, *, ridge: float = 1.0, steps: int = 100) -> tuple[Tensor, Tensor]:

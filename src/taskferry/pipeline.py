@@ -261,7 +261,7 @@ def _scale(
     def tell(scale: float, value: float) -> None:  # noqa: ARG001
         nonlocal count
         count += 1
-        reporter.step("scale", count, 12)
+        reporter.step("scale", count, 12 if settings.scale == "auto" else 2)
 
     if settings.scale == "auto":
         curve = scale_on_calibration(target.model, moved, loss, batches, tell)

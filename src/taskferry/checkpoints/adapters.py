@@ -137,7 +137,7 @@ def write_adapter(
     other = {path: r for path, r in ranks.items() if r != rank}
     config = {
         "peft_type": "LORA",
-        "task_type": None if like is None else like.config.get("task_type"),
+        "task_type": _task_type(like),
         "base_model_name_or_path": base_name,
         "r": rank,
         "lora_alpha": rank,
@@ -207,6 +207,12 @@ def _why_ignored(name: str) -> str:
     if name.endswith("bias"):
         return "a bias trained beside the LoRA: no adapter of another base can hold it"
     return "a module trained in full beside the LoRA (modules_to_save), such as a task head"
+
+
+def _task_type(like: Adapter | None) -> str | None:
+    """Classification adapters bring a head of their own, which is not moved: without it PEFT would not load them."""
+    kind = None if like is None else like.config.get("task_type")
+    return None if kind in ("SEQ_CLS", "TOKEN_CLS") else kind
 
 
 def _target_modules(target: Skeleton, prefix: str, paths: list[str]) -> list[str]:

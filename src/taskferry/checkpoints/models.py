@@ -98,11 +98,12 @@ def load_tuned(given: str, base: Loaded) -> Tuned:
             f"{given} is a {type(tuned.model).__name__}, the base a {type(base.model).__name__}: give the base model "
             "that was tuned"
         )
-    lost = sorted(tuned.absent - base.absent)
-    if lost:
+    names, base_names = ({n for n, _ in m.named_parameters()} for m in (tuned.model, base.model))
+    lost = sorted((tuned.absent | (base_names - names)) - base.absent)
+    if lost or names - base_names:
         raise TaskferryError(
-            f"{given} lacks {len(lost)} parameters of the base ({', '.join(lost[:3])} …): "
-            "give the base model that was tuned"
+            f"{given} lacks {len(lost)} parameters of the base and has {len(names - base_names)} others "
+            f"({', '.join([*lost, *sorted(names - base_names)][:3])} …): give the base model that was tuned"
         )
     keep = {name: p for name, p in tuned.model.named_parameters() if name not in base.absent}
     tau = TaskVector.between({n: p for n, p in base.model.named_parameters() if n in keep}, keep)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,7 +34,9 @@ def read_state(path: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError) as error:
             raise TaskferryError(f"{path} is no readable safetensors file: {error}") from error
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch wonders about pickles aloud; the refusal below says all
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         raise TaskferryError(
             f"{path} cannot be read as plain weights (a pickled module could run code on loading, so it is refused): "

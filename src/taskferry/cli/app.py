@@ -16,6 +16,8 @@ from taskferry.cli import apply, diff, doctor, fit, inspect, transfer
 from taskferry.errors import TaskferryError
 from taskferry.version import __version__
 
+INTERRUPTED = 130  # what typer makes of an interrupt, and what shells expect
+
 app = typer.Typer(
     name="taskferry",
     help="Carry a fine-tune from one base model to another, without training.",
@@ -49,13 +51,21 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        app()
+        code = app(standalone_mode=False)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
     except TaskferryError as error:
         console.print(f"[bold red]taskferry:[/] {_plain(str(error))}")
         sys.exit(2)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         console.print("[bold red]taskferry:[/] interrupted; nothing was written")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        if not hasattr(error, "show"):
+            raise
+        error.show()  # a word that is no option: the command line's own message
+        sys.exit(2)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _plain(text: str) -> str:
