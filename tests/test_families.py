@@ -61,8 +61,11 @@ def test_recorded_inputs_and_gradients_are_autograds(tiny: Tiny) -> None:
     inputs: dict[tuple[str, int], Tensor] = {}
     gradients: dict[tuple[str, int], Tensor] = {}
 
-    def on_input(call: Call, x: Tensor) -> None:
+    outputs: dict[tuple[str, int], Tensor] = {}
+
+    def on_forward(call: Call, x: Tensor, y: Tensor) -> None:
         inputs[call.site.name, call.index] = x
+        outputs[call.site.name, call.index] = y
 
     def on_gradient(call: Call, g: Tensor) -> None:
         gradients[call.site.name, call.index] = g
@@ -72,7 +75,7 @@ def test_recorded_inputs_and_gradients_are_autograds(tiny: Tiny) -> None:
     plain.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.requires_grad_(False)
-    with Recorder(model, sites, samples=4, on_input=on_input, on_gradient=on_gradient):
+    with Recorder(model, sites, samples=4, on_forward=on_forward, on_gradient=on_gradient):
         value = loss(batch)
     value.backward()
     assert torch.allclose(value, plain, rtol=1e-12)
@@ -84,6 +87,11 @@ def test_recorded_inputs_and_gradients_are_autograds(tiny: Tiny) -> None:
             continue
         product = sum(torch.einsum("nlo,nli->oi", gradients[use], inputs[use]) for use in uses)
         assert product.shape == site.shape
+        parameters = dict(model.named_parameters())
+        recomputed = inputs[uses[0]] @ site.read(parameters[site.weight]).T
+        if site.bias is not None:
+            recomputed = recomputed + site.read_bias(parameters[site.bias])
+        assert torch.allclose(outputs[uses[0]], recomputed, rtol=1e-9, atol=1e-11), site  # y = x Wᵀ + b
         weight = site.read(expected[site.weight])
         scale = float(expected[site.weight].abs().max())
         assert torch.allclose(product, weight, rtol=1e-8, atol=1e-10 * scale), site

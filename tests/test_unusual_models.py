@@ -118,7 +118,7 @@ def test_the_way_a_weight_is_used_counts() -> None:
         model,
         find_sites(model),
         samples=12,
-        on_input=lambda call, x: seen.append((call.site.name, "x", x)),
+        on_forward=lambda call, x, y: seen.append((call.site.name, "x", x)),
         on_gradient=lambda call, g: seen.append((call.site.name, "g", g)),
     ):
         loss = squares(model, batch)

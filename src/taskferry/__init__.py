@@ -8,6 +8,7 @@
 
 from taskferry.alignment import Alignment
 from taskferry.calibration import Batch, Calibration, image_calibration, text_calibration
+from taskferry.checkpoints import load_model, load_tuned
 from taskferry.coverage import Coverage
 from taskferry.errors import TaskferryError
 from taskferry.fitting import fit
@@ -40,6 +41,8 @@ __all__ = [
     "__version__",
     "fit",
     "image_calibration",
+    "load_model",
+    "load_tuned",
     "teacher_labels",
     "text_calibration",
 ]

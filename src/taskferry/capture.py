@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,29 @@ from taskferry.calibration.batch import Batch, Calibration
 from taskferry.errors import TaskferryError
 from taskferry.families import Family, family_of
 from taskferry.pairing import Pair
-from taskferry.recorder import Call, OnGradient, OnInput, Recorder
+from taskferry.recorder import Call, OnForward, OnGradient, Recorder
 from taskferry.sites import Site
 from taskferry.statistics import CrossCovariance
 from taskferry.tokens import Layout, TokenMatch, match
 
 Loss = Callable[[Batch], Tensor]
+Signal = Literal["activations", "gradients"]
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What is aligned on each side of a site. BiCo: activations in, gradients back (paper, sections 4.2 and 4.3)."""
+
+    inputs: Signal = "activations"  # x, or the gradient of the loss with respect to x through this site
+    outputs: Signal = "gradients"  # the gradient with respect to y, or y
+
+    @property
+    def backward(self) -> bool:
+        """Whether a backward pass is needed."""
+        return "gradients" in (self.inputs, self.outputs)
+
+
+BICO = Signals()
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,7 @@ def collect(
     pairs: Iterable[Pair],
     calibration: Calibration,
     on_batch: Callable[[], None] | None = None,
+    signals: Signals = BICO,
 ) -> Statistics:
     """Cross-covariances of all pairs over the calibration set.
 
@@ -80,9 +98,12 @@ def collect(
     """
     by_target = {pair.target.name: pair for pair in pairs}
     statistics = Statistics()
+    copy = False
     with torch.inference_mode(False), frozen(source.model), frozen(target.model), torch.enable_grad():
         for batch_A, batch_B in calibration:
-            _MicroBatch(source, target, by_target, statistics, batch_A, batch_B).run()
+            micro_batch = _MicroBatch(source, target, by_target, statistics, signals, batch_A, batch_B, copy)
+            micro_batch.run()
+            copy = micro_batch.copy
             if on_batch is not None:
                 on_batch()
     return statistics
@@ -120,62 +141,93 @@ class _MicroBatch:
         target: Side,
         by_target: dict[str, Pair],
         statistics: Statistics,
+        signals: Signals,
         batch_A: Batch,
         batch_B: Batch,
+        copy: bool,
     ) -> None:
         self.source, self.target = source, target
         self.by_target = by_target
         self.statistics = statistics
+        self.signals = signals
         self.batch_A = batch_A.to(device_of(source.model))
         self.batch_B = batch_B.to(device_of(target.model))
-        self.X_A: dict[tuple[str, int], tuple[Call, Tensor]] = {}
-        self.versions: dict[tuple[str, int], int] = {}
-        self.copy = False
-        self.G_A: dict[tuple[str, int], Tensor] = {}
+        self.copy = copy  # whether the source writes into what its layers have read
+        self.calls: dict[tuple[str, int], Call] = {}
+        self.inputs: dict[tuple[str, int], Tensor] = {}
+        self.outputs: dict[tuple[str, int], Tensor] = {}
         self.shared: dict[tuple[int, int], str] = {}
         self.matches: dict[tuple[str, str, int, int], TokenMatch] = {}
         self.layouts_A = source.family.layouts(source.model, self.batch_A)
         self.layouts_B = target.family.layouts(target.model, self.batch_B)
 
     def run(self) -> None:
-        sources = {pair.source.name: pair.source for pair in self.by_target.values()}.values()
-        run_source = partial(
-            _forward_backward, self.source, self.batch_A, sources, self._keep_input, self._keep_gradient, self.layouts_A
-        )
-        run_source()
-        if any(x._version != self.versions[key] for key, (_, x) in self.X_A.items()):
-            # The model wrote into what a layer had read (x += f(x)): run again, keeping copies.
+        if not self._run_source():
+            # The model wrote into what a layer had read or made (x += f(x)): run again, keeping copies.
             self.copy = True
-            run_source()
+            self._run_source()
         targets = [pair.target for pair in self.by_target.values()]
-        _forward_backward(self.target, self.batch_B, targets, self._pair_input, self._pair_gradient, self.layouts_B)
+        _pass(self.target, self.batch_B, targets, self._pair_forward, self._pair_gradient, self.layouts_B, self.signals)
 
-    def _keep_input(self, call: Call, x: Tensor) -> None:
-        key = (call.site.name, call.index)
-        self.X_A[key] = (call, x.clone() if self.copy else x)
-        self.versions[key] = self.X_A[key][1]._version
+    def _run_source(self) -> bool:
+        """Hold the source's rows; whether all of them are still what they were when they were seen."""
+        versions: list[tuple[Tensor, int]] = []
 
-    def _keep_gradient(self, call: Call, g: Tensor) -> None:
-        self.G_A[call.site.name, call.index] = g
+        def hold(rows: Tensor) -> Tensor:
+            held = rows.clone() if self.copy else rows
+            versions.append((held, held._version))
+            return held
 
-    def _pair_input(self, call: Call, x_B: Tensor) -> None:
-        found = self.X_A.get((self.by_target[call.site.name].source.name, call.index))
-        if found is None:
+        def forward(call: Call, x: Tensor, y: Tensor) -> None:
+            key = (call.site.name, call.index)
+            self.calls[key] = call
+            if self.signals.inputs == "activations":
+                self.inputs[key] = hold(x)
+            if self.signals.outputs == "activations":
+                self.outputs[key] = hold(y)
+
+        def gradient(call: Call, g: Tensor) -> None:
+            key = (call.site.name, call.index)
+            if self.signals.outputs == "gradients":
+                self.outputs[key] = g
+            if self.signals.inputs == "gradients":
+                self.inputs[key] = g @ _weight(self.source, call.site)
+
+        sources = {pair.source.name: pair.source for pair in self.by_target.values()}.values()
+        _pass(self.source, self.batch_A, sources, forward, gradient, self.layouts_A, self.signals)
+        return all(rows._version == version for rows, version in versions)
+
+    def _pair_forward(self, call: Call, x: Tensor, y: Tensor) -> None:
+        if self.signals.inputs == "activations":
+            self._pair_input(call, x, share=True)
+        if self.signals.outputs == "activations":
+            self._pair_output(call, y)
+
+    def _pair_gradient(self, call: Call, g: Tensor) -> None:
+        if self.signals.outputs == "gradients":
+            self._pair_output(call, g)
+        if self.signals.inputs == "gradients":
+            self._pair_input(call, g @ _weight(self.target, call.site), share=False)
+
+    def _pair_input(self, call: Call, rows: Tensor, share: bool) -> None:
+        """Sites that read the same tensors share one map; gradients through different sites differ."""
+        at = (self.by_target[call.site.name].source.name, call.index)
+        if at not in self.inputs:
             return  # the source never reaches its site: no sums, and the coverage says so
-        call_A, x_A = found
-        name = call.site.name if call.index == 0 else f"{call.site.name}@{call.index}"
-        key = self.shared.get((call_A.input, call.input))
+        tensors = (self.calls[at].input, call.input)
+        key = self.shared.get(tensors) if share else None
         if key is None:
-            key = self.shared[call_A.input, call.input] = name
-            self._add(self.statistics.inputs, key, call, x_A, x_B)
+            key = call.site.name if call.index == 0 else f"{call.site.name}@{call.index}"
+            self.shared[tensors] = key
+            self._add(self.statistics.inputs, key, call, self.inputs[at], rows)
         keys = self.statistics.reads.setdefault(call.site.name, [])
         if key not in keys:
             keys.append(key)
 
-    def _pair_gradient(self, call: Call, g_B: Tensor) -> None:
-        g_A = self.G_A.get((self.by_target[call.site.name].source.name, call.index))
-        if g_A is not None:
-            self._add(self.statistics.outputs, call.site.name, call, g_A, g_B)
+    def _pair_output(self, call: Call, rows: Tensor) -> None:
+        at = (self.by_target[call.site.name].source.name, call.index)
+        if at in self.outputs:
+            self._add(self.statistics.outputs, call.site.name, call, self.outputs[at], rows)
 
     def _add(self, sums: dict[str, CrossCovariance], key: str, call: Call, rows_A: Tensor, rows_B: Tensor) -> None:
         pair = self.by_target[call.site.name]
@@ -197,17 +249,27 @@ class _MicroBatch:
         return self.matches[key]
 
 
-def _forward_backward(
+def _weight(side: Side, site: Site) -> Tensor:
+    return site.read(side.model.get_parameter(site.weight).detach())
+
+
+def _pass(
     side: Side,
     batch: Batch,
     sites: Iterable[Site],
-    on_input: OnInput,
+    on_forward: OnForward,
     on_gradient: OnGradient,
     layouts: Mapping[str, Layout],
+    signals: Signals,
 ) -> None:
+    """One forward pass, and a backward pass where gradients are asked for."""
     lengths = {stream: layout.length for stream, layout in layouts.items() if layout.length is not None}
-    with Recorder(side.model, sites, samples=len(batch), on_input=on_input, on_gradient=on_gradient, lengths=lengths):
+    with Recorder(
+        side.model, sites, samples=len(batch), on_forward=on_forward, on_gradient=on_gradient, lengths=lengths
+    ):
         loss = side.loss(batch)
+    if not signals.backward:
+        return
     if loss.ndim or not bool(torch.isfinite(loss)):
         raise TaskferryError(
             f"the objective returned {loss.detach()} on {type(side.model).__name__}: one finite number is needed, "

@@ -1,6 +1,6 @@
 """Seeing the input and the output gradient of every site, whatever calls its weight.
 
-    >>> with Recorder(model, sites, samples=n, on_input=..., on_gradient=...):
+    >>> with Recorder(model, sites, samples=n, on_forward=..., on_gradient=...):
     ...     loss(batch).backward()
 
 Module hooks miss weights that are read directly: `nn.MultiheadAttention` never calls its `out_proj`, OpenCLIP's
@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from taskferry.errors import TaskferryError
 from taskferry.sites import Site
 
-OnInput = Callable[["Call", Tensor], None]
+OnForward = Callable[["Call", Tensor, Tensor], None]
 OnGradient = Callable[["Call", Tensor], None]
 
 _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
@@ -42,9 +42,9 @@ class Call:
 
 
 class Recorder(TorchFunctionMode):
-    """Calls `on_input(call, x)` in the forward pass and `on_gradient(call, g)` in the backward pass.
+    """Calls `on_forward(call, x, y)` in the forward pass and `on_gradient(call, g)` in the backward pass.
 
-    x: [n, L, in] and g: [n, L, out] are views of what torch computed, never copies: keep no reference
+    x: [n, L, in], y and g: [n, L, out] are views of what torch computed, never copies: keep no reference
     longer than the micro-batch. Only what is recorded needs a gradient, so frozen parameters stay frozen.
     """
 
@@ -54,14 +54,14 @@ class Recorder(TorchFunctionMode):
         sites: Iterable[Site],
         *,
         samples: int,
-        on_input: OnInput,
+        on_forward: OnForward,
         on_gradient: OnGradient,
         lengths: Mapping[str, int] | None = None,  # tokens of a sample in each stream, where known
     ) -> None:
         super().__init__()
         self.samples = samples
         self.lengths = lengths or {}
-        self.on_input = on_input
+        self.on_forward = on_forward
         self.on_gradient = on_gradient
         self._calls: Counter[str] = Counter()
         self._inputs: dict[tuple[int, int], tuple[weakref.ref[Tensor], int]] = {}
@@ -133,29 +133,25 @@ class Recorder(TorchFunctionMode):
         else:
             # A linear output can be a view of its flat form, and writing into a view in place would drop the hook.
             hooked = y = torch.ops.aten._unsafe_view.default(y, list(y.shape))
-        rows = x.detach()
+        rows, outputs = x.detach(), y.detach()
         if patches:
             rows = F.unfold(rows, weight.shape[2:], stride=weight.shape[2:]).mT
+            outputs = outputs.flatten(2).mT
         number = self._number(x)
         calls = []
         for site in sites:
-            tokens = self._as_tokens(site, rows)
-            if tokens is None:
+            inside, outside = self._as_tokens(site, rows), self._as_tokens(site, _own(site, outputs, first_row))
+            if inside is None or outside is None:
                 continue
             calls.append(Call(site, self._calls[site.name], number))
             self._calls[site.name] += 1
-            self.on_input(calls[-1], tokens)
-        hooked.register_hook(lambda g: self._gradient(calls, first_row, g, patches))
+            self.on_forward(calls[-1], inside, outside)
+        hooked.register_hook(lambda g: self._gradient(calls, first_row, g.flatten(2).mT if patches else g))
         return y
 
-    def _gradient(self, calls: list[Call], first_row: int, g: Tensor, patches: bool) -> None:
-        if patches:
-            g = g.flatten(2).mT
+    def _gradient(self, calls: list[Call], first_row: int, g: Tensor) -> None:
         for call in calls:
-            part, rows = g, call.site.rows
-            if rows is not None:
-                part = g[..., rows[0] - first_row : rows[1] - first_row]
-            tokens = self._as_tokens(call.site, part)
+            tokens = self._as_tokens(call.site, _own(call.site, g, first_row))
             if tokens is not None:
                 self.on_gradient(call, tokens)
 
@@ -184,6 +180,11 @@ class Recorder(TorchFunctionMode):
         if rest or (expected is not None and length not in (1, expected)):
             return None
         return x.reshape(n, length, x.shape[-1])
+
+
+def _own(site: Site, outputs: Tensor, first_row: int) -> Tensor:
+    """This site's part of a packed matrix's outputs."""
+    return outputs if site.rows is None else outputs[..., site.rows[0] - first_row : site.rows[1] - first_row]
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *names: str) -> Any:

@@ -54,10 +54,7 @@ def text_calibration(
             inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
         return Batch(inputs, _labels(labels, chosen), tuple(chosen), spans)
 
-    return Calibration(
-        (batch(tokenizer_A, chosen), batch(tokenizer_B or tokenizer_A, chosen))
-        for chosen in chunks(len(texts), micro_batch)
-    )
+    return in_micro_batches(len(texts), micro_batch, batch, tokenizer_A, tokenizer_B)
 
 
 def image_calibration(
@@ -72,19 +69,21 @@ def image_calibration(
     """Images through each model's transform; `key` is what the models call them (timm "x", OpenCLIP "image")."""
     _check_sizes(images, None, labels)
 
-    def batch(transform: Callable[[Any], Tensor], name: str, chosen: range) -> Batch:
+    def batch(side: tuple[Callable[[Any], Tensor], str], chosen: range) -> Batch:
+        transform, name = side
         pixels = torch.stack([transform(images[i]) for i in chosen])
         return Batch({name: pixels}, _labels(labels, chosen), tuple(chosen))
 
-    return Calibration(
-        (batch(transform_A, key[0], chosen), batch(transform_B or transform_A, key[1], chosen))
-        for chosen in chunks(len(images), micro_batch)
-    )
+    sides = (transform_A, key[0]), (transform_B or transform_A, key[1])
+    return in_micro_batches(len(images), micro_batch, batch, *sides)
 
 
-def chunks(n: int, size: int) -> list[range]:
-    """Consecutive micro-batches of n samples."""
-    return [range(start, min(start + size, n)) for start in range(0, n, size)]
+def in_micro_batches(
+    n: int, size: int, batch: Callable[[Any, range], Batch], side_A: Any, side_B: Any | None = None
+) -> Calibration:
+    """Consecutive micro-batches of n samples, each prepared for both models; one preparation serves both if alone."""
+    chunks = [range(start, min(start + size, n)) for start in range(0, n, size)]
+    return Calibration((batch(side_A, c), batch(side_A if side_B is None else side_B, c)) for c in chunks)
 
 
 def _labels(labels: Sequence[int] | None, chosen: range) -> Tensor | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from taskferry.calibration.batch import IGNORED, Batch, Calibration
-from taskferry.calibration.builders import chunks
+from taskferry.calibration.builders import in_micro_batches
 from taskferry.errors import TaskferryError
 
 
@@ -71,10 +71,7 @@ def language_calibration(
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         return Batch(inputs, None, tuple(chosen), {"tokens": spans})
 
-    return Calibration(
-        (batch(tokenizer_A, chosen), batch(tokenizer_B or tokenizer_A, chosen))
-        for chosen in chunks(len(samples), micro_batch)
-    )
+    return in_micro_batches(len(samples), micro_batch, batch, tokenizer_A, tokenizer_B)
 
 
 def sequence_calibration(
@@ -97,10 +94,7 @@ def sequence_calibration(
         inputs = {"input_ids": encoder["input_ids"], "attention_mask": encoder["attention_mask"], "labels": labels}
         return Batch(inputs, None, tuple(chosen), spans)
 
-    return Calibration(
-        (batch(tokenizer_A, chosen), batch(tokenizer_B or tokenizer_A, chosen))
-        for chosen in chunks(len(samples), micro_batch)
-    )
+    return in_micro_batches(len(samples), micro_batch, batch, tokenizer_A, tokenizer_B)
 
 
 def _render(tokenizer: Any, segments: Sequence[Segment]) -> tuple[str, list[_Place]]:

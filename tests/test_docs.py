@@ -1,0 +1,78 @@
+"""Every command in README and docs is run, on small models under the names the pages use."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests import folders
+from tests.command import taskferry
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytest.importorskip("datasets")
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+
+
+def commands(page: Path) -> list[list[str]]:
+    lines = [line for block in blocks(page, "console") for line in block.splitlines() if line.startswith("$ ")]
+    return [shlex.split(line[2:]) for line in lines]
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Path:
+    """A working folder with what the pages name."""
+    folders.causal(tmp_path / "base-a", "LlamaForCausalLM", 16, 2, 1)
+    folders.causal(tmp_path / "base-b", "Qwen3ForCausalLM", 24, 3, 2)
+    folders.shifted(tmp_path / "base-a", tmp_path / "tuned-a", size=0.02)
+    folders.lora(tmp_path / "base-a", tmp_path / "my-lora", ["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    folders.prompts(tmp_path / "data.jsonl")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_the_commands_run(page: Path, desk: Path) -> None:
+    for settings in blocks(page, "yaml"):
+        (desk / "move.yaml").write_text(settings)
+    for command in commands(page):
+        if command[0] == "pip":
+            continue  # the gate has installed the package
+        assert command[0] == "taskferry", command
+        options = [] if "--scale" in command or command[1] != "transfer" else ["--scale", "1"]
+        # Random small models gain nothing, which `--scale auto` would rightly refuse.
+        taskferry(*command[1:], *options, cwd=desk)
+
+
+def test_pages_name_only_files_that_exist() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_readme_s_python_runs(desk: Path) -> None:
+    """The library example, on the folders above."""
+    (example,) = blocks(ROOT / "README.md", "python")
+    names = {"base-a", "tuned-a", "base-b", "data.jsonl"}
+    assert all(name in example for name in names)
+    code = example
+    for name in names:
+        code = code.replace(f'"{name}"', repr(str(desk / name)))
+    scope: dict[str, object] = {}
+    exec(compile(code, "README.md", "exec"), scope)
+    assert (desk / "tuned-b").exists() or "moved" in scope
+
+
+def test_changelog_names_the_version() -> None:
+    from taskferry import __version__
+
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert "Unreleased" in text or __version__ in text
