@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,15 @@ class Alignment:
             for name in sorted(unused)
         }
         return Coverage(tuple(rows), why)
+
+    def with_identity(self, inputs: bool) -> Alignment:
+        """The same with the input (or the output) maps replaced by the identity; widths must be equal."""
+        maps = self.R_in if inputs else self.R_out
+        for key, R in maps.items():
+            if R.shape[0] != R.shape[1]:
+                raise ValueError(f"{key} goes from {R.shape[0]} to {R.shape[1]}")
+        same = {key: Map(R=torch.eye(R.shape[0], dtype=R.dtype)) for key, R in maps.items()}
+        return replace(self, R_in=same) if inputs else replace(self, R_out=same)
 
     def save(self, path: str | Path) -> None:
         """One safetensors file; the header holds sites, quality and provenance."""

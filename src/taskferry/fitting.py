@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from taskferry.alignment import AlignedPair, Alignment
 from taskferry.calibration.batch import Batch, Calibration
-from taskferry.capture import Side, collect, device_of
+from taskferry.capture import BICO, Side, Signals, collect, device_of
 from taskferry.coverage import reasons_to_keep
 from taskferry.errors import TaskferryError
 from taskferry.objectives import Objective, as_objective, default_objective
@@ -42,6 +42,7 @@ def fit(
     map_rank: RankPolicy = "range",
     tolerance: float = DEFAULT_TOLERANCE,
     depth_rule: DepthRule = nearest_block,
+    signals: Signals = BICO,
     statistics_memory: int = 4 * 2**30,
     progress: Progress | None = None,
 ) -> Alignment:
@@ -50,14 +51,10 @@ def fit(
     `map_rank` "range" keeps the directions the calibration set has seen; "full" is the paper to the letter.
     `statistics_memory` bounds the bytes of cross-covariances alive at once: where they do not fit, the
     sites are visited in groups, with one more pass over the calibration set for each.
+    `signals` says what is aligned on each side; anything but the default is another method.
     `progress` is called with what is done, the steps done and the steps in all.
     """
-    if isinstance(objective, tuple):
-        objective_A, objective_B = (as_objective(o) for o in objective)
-    elif objective is None:
-        objective_A, objective_B = (default_objective(m, calibration) for m in (source, target))
-    else:
-        objective_A = objective_B = as_objective(objective)
+    objective_A, objective_B = both_objectives(objective, source, target, calibration)
     side_A = Side(source, objective_A.bind(source, _on_device(calibration, 0, source)))
     side_B = Side(target, objective_B.bind(target, _on_device(calibration, 1, target)))
 
@@ -68,7 +65,7 @@ def fit(
             f"no linear layer of {type(target).__name__} has a partner in {type(source).__name__}: "
             "their blocks or roles have no name in common"
         )
-    maps = _Maps(map_rank, tolerance)
+    maps = _Maps(map_rank, tolerance, signals)
     aligned: list[AlignedPair] = []
     number = max((p.element_size() for model in (source, target) for p in model.parameters()), default=4)
     groups = list(_groups(pairs, statistics_memory, max(4, number)))
@@ -89,7 +86,7 @@ def fit(
         target_parameters={name: tuple(p.shape) for name, p in target.named_parameters()},
         reasons=_parameter_reasons(target, target_sites, reasons),
         provenance={
-            "method": "bico",
+            "method": "bico" if signals == BICO else f"{signals.inputs} in, {signals.outputs} out",
             "settings": {
                 "map_rank": map_rank,
                 "tolerance": tolerance,
@@ -101,6 +98,38 @@ def fit(
             "calibration": {"samples": calibration.samples, "sha256": calibration.identity()},
             "versions": {"taskferry": __version__, "torch": torch.__version__},
         },
+    )
+
+
+def both_objectives(
+    objective: AnyObjective | tuple[AnyObjective, AnyObjective] | None,
+    source: nn.Module,
+    target: nn.Module,
+    calibration: Calibration,
+) -> tuple[Objective, Objective]:
+    """One objective for each model: as given, the same for both, or what each model's kind suggests."""
+    if isinstance(objective, tuple):
+        return as_objective(objective[0]), as_objective(objective[1])
+    if objective is None:
+        return default_objective(source, calibration), default_objective(target, calibration)
+    return as_objective(objective), as_objective(objective)
+
+
+def identity_alignment(source: nn.Module, target: nn.Module, depth_rule: DepthRule = nearest_block) -> Alignment:
+    """Maps that change no coordinate: a narrower space is padded with zeros, a wider one cropped."""
+    target_sites = find_sites(target)
+    pairs, reasons = pair_sites(find_sites(source), target_sites, depth_rule)
+    names = [pair.target.name for pair in pairs]
+    return Alignment(
+        pairs=tuple(AlignedPair(pair.source, pair.target, pair.target.name) for pair in pairs),
+        R_in={n: Map(R=torch.eye(p.source.shape[1], p.target.shape[1])) for n, p in zip(names, pairs, strict=True)},
+        R_out={n: Map(R=torch.eye(p.source.shape[0], p.target.shape[0])) for n, p in zip(names, pairs, strict=True)},
+        quality_in={},
+        quality_out={},
+        source_parameters={name: tuple(p.shape) for name, p in source.named_parameters()},
+        target_parameters={name: tuple(p.shape) for name, p in target.named_parameters()},
+        reasons=_parameter_reasons(target, target_sites, reasons),
+        provenance={"method": "naive"},
     )
 
 
@@ -152,6 +181,7 @@ class _Maps:
 
     rank: RankPolicy
     tolerance: float
+    signals: Signals
     inputs: dict[str, tuple[Map, Quality]] = field(default_factory=dict)
     outputs: dict[str, tuple[Map, Quality]] = field(default_factory=dict)
 
@@ -176,7 +206,7 @@ def _fit_group(
     reasons: dict[str, str],
 ) -> list[AlignedPair]:
     """Capture and solve one group of pairs; what cannot be aligned gets its reason."""
-    statistics = collect(side_A, side_B, group, calibration, capturing.step)
+    statistics = collect(side_A, side_B, group, calibration, capturing.step, maps.signals)
     aligned = []
     for pair in group:
         name = pair.target.name

@@ -32,11 +32,12 @@ from taskferry.checkpoints.output import check_free, staged_folder
 from taskferry.coverage import Coverage
 from taskferry.errors import TaskferryError
 from taskferry.fitting import fit
+from taskferry.methods import Job, find
 from taskferry.plan import Plan, make_plan
 from taskferry.preparing import Prepared, prepare
 from taskferry.scale import ScaleCurve, calibration_loss, moved_by, scale_on_calibration
 from taskferry.settings import ApplySettings, FitSettings, OutputSettings, TransferSettings, dump_settings
-from taskferry.taskvector import TaskVector
+from taskferry.taskvector import LowRank, TaskVector
 
 _FORMS = {"lora": "a LoRA adapter", "model": "a full model", "task-vector": "a task vector"}
 
@@ -81,8 +82,7 @@ def transfer(
     )
     if dry_run:
         return None
-    alignment = _fit(settings, source, target, prepared, reporter)
-    moved = alignment.apply(tuned.tau)
+    moved, provenance, sites = _move(settings, source, target, tuned, prepared, reporter)
     if not len(moved):
         raise TaskferryError(f"nothing of {settings.source_tuned} moved: {_summary(moved)}")
     loss = prepared.objectives[1].bind(target.model, prepared.calibration.side(1))
@@ -93,15 +93,20 @@ def transfer(
         "inputs": {
             n: hash_files(getattr(settings, n)) for n in ("source_base", "source_tuned", "target_base", "calibration")
         },
-        "calibration": {"indices": prepared.indices, "labels": prepared.labels, **alignment.provenance["calibration"]},
-        "provenance": alignment.provenance,
+        "calibration": {"indices": prepared.indices, "labels": prepared.labels, **provenance.get("calibration", {})},
+        "provenance": provenance,
         "verdict": _verdict(curve, moved),
         "scale_curve": curve.points,
-        "sites": site_table(alignment),
+        "sites": sites,
         "ignored": dict(tuned.ignored),
     }
     if not curve.helps:
         return Outcome(_with_coverage(record, moved), None)
+    if kind == "lora" and settings.rank is None and settings.energy is None and not _low_rank(moved):
+        raise TaskferryError(
+            f"the method {settings.method} makes a dense change of a LoRA: write it with --as-model, or cut it with "
+            "--as-lora --rank 32"
+        )
     final, extra = _in_form(settings, kind, curve.best * moved)
     record |= extra
     with staged_folder(settings.out) as folder:
@@ -229,6 +234,21 @@ def _fit(settings: Any, source: Loaded, target: Loaded, prepared: Prepared, repo
     )
 
 
+def _move(
+    settings: TransferSettings, source: Loaded, target: Loaded, tuned: Tuned, prepared: Prepared, reporter: Reporter
+) -> tuple[TaskVector, Mapping[str, Any], list[dict[str, Any]]]:
+    """The moved task vector, its provenance and the table of its sites; BiCo unless another method is asked for."""
+    chosen = find(settings.method)
+    own = chosen.checked(settings.method_settings)
+    if chosen.name == "bico" and not settings.method_settings:
+        alignment = _fit(settings, source, target, prepared, reporter)
+        return alignment.apply(tuned.tau), alignment.provenance, site_table(alignment)
+    job = Job(source.model, target.model, tuned.tau, prepared.calibration, prepared.objectives, reporter.step)
+    moved = chosen.function(job, **own)
+    objectives = [objective.describe() for objective in prepared.objectives]
+    return moved, {"method": chosen.name, "settings": own, "objective": objectives}, []
+
+
 def _output_kind(settings: OutputSettings, adapter: Adapter | None) -> str:
     if settings.as_task_vector:
         return "task-vector"
@@ -301,6 +321,10 @@ def _verdict(curve: ScaleCurve, moved: TaskVector) -> dict[str, Any]:
     }
 
 
+def _low_rank(tau: TaskVector) -> bool:
+    return all(isinstance(delta, LowRank) for delta in tau.deltas.values())
+
+
 def _in_form(settings: OutputSettings, kind: str, tau: TaskVector) -> tuple[TaskVector, dict[str, Any]]:
     if kind != "lora" or (settings.rank is None and settings.energy is None):
         return tau, {}
@@ -341,6 +365,7 @@ def _plan_lines(settings: TransferSettings, tuned: Tuned, prepared: Prepared, ki
         "task vector": f"{len(tuned.tau)} changed parameters, {form}, norm {tuned.tau.norm():.3g}",
         "samples": f"{count} of {settings.calibration}, sampler {settings.sampler}, seed {settings.seed}",
         "labels": prepared.labels,
+        "method": " ".join([settings.method, *(f"{k}={v}" for k, v in settings.method_settings.items())]),
         "objective": prepared.objectives[1].describe(),
         "scale": "chosen on the samples" if settings.scale == "auto" else f"{settings.scale:g}",
         "output": f"{_FORMS[kind]} in {settings.out}",

@@ -50,6 +50,11 @@ class Map:
         U, V = self._need_factors()
         return U.shape[0], V.shape[0]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of its numbers."""
+        return self.R.dtype if self.R is not None else self._need_factors()[0].dtype
+
     def __call__(self, rows: Tensor) -> Tensor:
         """Source row vectors [n, d_A] in target coordinates [n, d_B]: rows @ R."""
         if self.R is not None:

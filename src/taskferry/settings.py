@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from taskferry.errors import TaskferryError
 from taskferry.options import LabelSource, ObjectiveName, Sampler
@@ -101,6 +101,32 @@ class TransferSettings(CalibrationSettings, MapSettings, OutputSettings, Writing
     source_tuned: str = Field(description="the tuned source: a model, a PEFT LoRA, a state file or a task vector")
     target_base: str = Field(description="the base model to move to")
     scale: float | Literal["auto"] = Field("auto", description="1 is the paper; auto takes the lowest calibration loss")
+    method: str = Field("bico", description="how it is moved: `taskferry methods` lists them")
+    method_settings: dict[str, Any] = Field({}, description="settings of the method, such as inputs=gradients")
+
+    @field_validator("method_settings", mode="before")
+    @classmethod
+    def _pairs(cls, value: Any) -> Any:
+        """`name=value` words of the command line as a YAML mapping would give them."""
+        if not isinstance(value, list):
+            return value
+        pairs = [str(word).partition("=") for word in value]
+        if any(not equals for _, equals, _ in pairs):
+            raise ValueError("give each as name=value")
+        return {name: yaml.safe_load(text) for name, _, text in pairs}
+
+
+class CompareSettings(CalibrationSettings):
+    """taskferry bench compare."""
+
+    source_base: str = Field(description="the base model that was tuned")
+    source_tuned: str = Field(description="the tuned source")
+    target_base: str = Field(description="the base model to move to")
+    test: str = Field(description="held-out data in the form of the calibration data")
+    test_samples: int = Field(1000, ge=2, description="how many of them, at most")
+    methods: list[str] = Field([], description="which methods; all where none is named")
+    seeds: int = Field(1, ge=1, description="calibration sets drawn, from the seed on")
+    out: Path | None = Field(None, description="write the table as JSON and Markdown here")
 
 
 class ApplySettings(OutputSettings, Writing):

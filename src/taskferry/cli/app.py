@@ -12,7 +12,7 @@ import sys
 import typer
 from rich.console import Console
 
-from taskferry.cli import apply, diff, doctor, fit, inspect, transfer
+from taskferry.cli import apply, bench, diff, doctor, fit, inspect, transfer
 from taskferry.errors import TaskferryError
 from taskferry.version import __version__
 
@@ -31,6 +31,7 @@ apply.register(app)
 diff.register(app)
 inspect.register(app)
 doctor.register(app)
+bench.register(app)
 
 
 def _version(show: bool) -> None:

@@ -46,13 +46,13 @@ def with_settings(settings: type[Settings], *, positional: tuple[str, ...] = ())
 def _parameter(name: str, settings: type[Settings], positional: bool) -> inspect.Parameter:
     field = settings.model_fields[name]
     help_text = field.description or ""
-    if not field.is_required() and field.default not in (None, False):
+    if not field.is_required() and field.default not in (None, False, [], {}):
         shown = field.default[0] if isinstance(field.default, list) else field.default
         help_text += f" (default: {shown})"
     kind: Any = str | None
     if field.annotation is bool:
         kind = bool
-    elif get_origin(field.annotation) is list:
+    elif get_origin(field.annotation) in (list, dict):
         kind = list[str] | None
     annotation: Any
     if positional:
@@ -83,6 +83,8 @@ def _metavar(annotation: Any) -> str | None:
     """The choices of a setting, or its kind."""
     if annotation is bool:
         return None
+    if get_origin(annotation) is dict:
+        return "NAME=VALUE"
     words: list[str] = []
     for option in get_args(annotation) or (annotation,):
         if isinstance(option, str):

@@ -1,0 +1,84 @@
+"""GradFix: keep the entries of the change whose sign the target's own gradient agrees with (Rinaldi et al., 2026)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor, nn
+
+from taskferry.calibration.batch import Batch
+from taskferry.capture import Loss, device_of
+from taskferry.coverage import Coverage, Row
+from taskferry.methods import CannotMove, Job, method
+from taskferry.taskvector import Delta, LowRank, TaskVector
+
+
+@method
+def gradfix(
+    job: Job,
+    *,
+    vote: Annotated[
+        Literal["mean", "majority"], "sign of the mean gradient, or majority of the samples' signs"
+    ] = "mean",
+) -> TaskVector:
+    """Mask the change by the sign of one descent step of the target: only agreeing entries are added.
+
+    Needs equal shapes. An entry stays where it points against the gradient of the target's loss on the calibration set.
+    """
+    parameters = dict(job.target.named_parameters())
+    for name, delta in job.tau.deltas.items():
+        if name not in parameters or tuple(parameters[name].shape) != tuple(delta.shape):
+            found = tuple(parameters[name].shape) if name in parameters else "no such parameter"
+            raise CannotMove(
+                f"gradfix needs models of equal shape: {name} is {tuple(delta.shape)}, the target has {found}"
+            )
+    direction = descent_signs(job.target, job.target_loss(), job.calibration.side(1), list(job.tau.deltas), vote)
+    deltas: dict[str, Delta] = {}
+    rows = []
+    for name, parameter in parameters.items():
+        shape = tuple(parameter.shape)
+        if name not in job.tau.deltas:
+            rows.append(Row(name, shape, "kept", "the task vector does not change it"))
+            continue
+        delta = job.tau.deltas[name]
+        change = delta.dense() if isinstance(delta, LowRank) else delta
+        deltas[name] = change * (change.sign() == direction[name].to(change))
+        rows.append(Row(name, shape, "moved", "", (name,)))
+    return TaskVector(deltas, Coverage(tuple(rows)))
+
+
+def descent_signs(model: nn.Module, loss: Loss, batches: list[Batch], names: list[str], vote: str) -> dict[str, Tensor]:
+    """sign(−∇L) of the named parameters: of the summed loss, or by a majority vote of single samples."""
+    parameters = dict(model.named_parameters())
+    chosen = [parameters[name] for name in names]
+    before = [parameter.requires_grad for parameter in chosen]
+    training, device = model.training, device_of(model)
+    total = [torch.zeros_like(parameter) for parameter in chosen]
+    model.eval()
+    try:
+        for parameter in chosen:
+            parameter.requires_grad_(True)
+        voters = batches if vote == "mean" else [one for batch in batches for one in singles(batch)]
+        for batch in voters:
+            gradients = torch.autograd.grad(loss(batch.to(device)), chosen, allow_unused=True)
+            for sum_, gradient in zip(total, gradients, strict=True):
+                if gradient is not None:
+                    sum_ -= gradient.sign() if vote == "majority" else gradient
+    finally:
+        model.train(training)
+        for parameter, flag in zip(chosen, before, strict=True):
+            parameter.requires_grad_(flag)
+    return {name: sum_.sign() for name, sum_ in zip(names, total, strict=True)}
+
+
+def singles(batch: Batch) -> list[Batch]:
+    """A micro-batch as batches of one sample."""
+    return [
+        Batch(
+            {name: tensor[i : i + 1] for name, tensor in batch.inputs.items()},
+            None if batch.labels is None else batch.labels[i : i + 1],
+            batch.ids[i : i + 1],
+        )
+        for i in range(len(batch))
+    ]
