@@ -159,3 +159,17 @@ def test_a_damaged_alignment_is_refused(llama: Alignment, tmp_path: Path) -> Non
     (tmp_path / "cut.alignment").write_bytes(data[: len(data) // 2])
     with pytest.raises(TaskferryError, match="no safetensors file"):
         Alignment.load(tmp_path / "cut.alignment")
+
+
+def test_only_the_maps_that_are_needed_are_solved() -> None:
+    """The maps of a part are those of the whole; everything else is listed as not changed."""
+    tiny = TINY["llama"]
+    A, B = tiny.model(16, 2, 1), tiny.model(24, 3, 2)
+    whole = fit(A, B, tiny.calibration(), tiny.objective)
+    names = [f"model.layers.{i}.self_attn.{part}_proj.weight" for i in range(2) for part in "qv"]
+    part = fit(A, B, tiny.calibration(), tiny.objective, only=names)
+    assert {pair.target.role for pair in part.pairs} == {"attn.q", "attn.v"}
+    tau = TaskVector({name: torch.ones(whole.source_parameters[name]) for name in names})
+    expected, moved = whole.apply(tau), part.apply(tau)
+    assert all(torch.allclose(moved.deltas[n], d, atol=1e-6) for n, d in expected.deltas.items())
+    assert moved.coverage.kept() == expected.coverage.kept()  # type: ignore[union-attr]

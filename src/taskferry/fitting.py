@@ -7,14 +7,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from taskferry.alignment import AlignedPair, Alignment
+from taskferry.alignment import NO_CHANGE, AlignedPair, Alignment
 from taskferry.calibration.batch import Batch, Calibration
 from taskferry.capture import BICO, Side, Signals, collect, device_of
 from taskferry.coverage import reasons_to_keep
@@ -43,6 +43,7 @@ def fit(
     tolerance: float = DEFAULT_TOLERANCE,
     depth_rule: DepthRule = nearest_block,
     signals: Signals = BICO,
+    only: Collection[str] | None = None,
     statistics_memory: int = 4 * 2**30,
     progress: Progress | None = None,
 ) -> Alignment:
@@ -51,6 +52,7 @@ def fit(
     `map_rank` "range" keeps the directions the calibration set has seen; "full" is the paper to the letter.
     `statistics_memory` bounds the bytes of cross-covariances alive at once: where they do not fit, the
     sites are visited in groups, with one more pass over the calibration set for each.
+    `only` names the source parameters that will change: no other map is solved (a LoRA on q and v needs no MLP map).
     `signals` says what is aligned on each side; anything but the default is another method.
     `progress` is called with what is done, the steps done and the steps in all.
     """
@@ -65,6 +67,9 @@ def fit(
             f"no linear layer of {type(target).__name__} has a partner in {type(source).__name__}: "
             "their blocks or roles have no name in common"
         )
+    if only is not None:
+        pairs, left_out = changed_pairs(pairs, only)
+        reasons |= dict.fromkeys(left_out, NO_CHANGE)
     maps = _Maps(map_rank, tolerance, signals)
     aligned: list[AlignedPair] = []
     number = max((p.element_size() for model in (source, target) for p in model.parameters()), default=4)
@@ -99,6 +104,14 @@ def fit(
             "versions": {"taskferry": __version__, "torch": torch.__version__},
         },
     )
+
+
+def changed_pairs(pairs: list[Pair], only: Collection[str]) -> tuple[list[Pair], list[str]]:
+    """(pairs whose source parameters are among those named, target sites of the others)."""
+    names = set(only)
+    needed = [p for p in pairs if p.source.weight in names or p.source.bias in names]
+    kept = {p.target.name for p in needed}
+    return needed, [p.target.name for p in pairs if p.target.name not in kept]
 
 
 def both_objectives(

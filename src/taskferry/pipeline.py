@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,8 @@ def transfer(
         raise TaskferryError(f"{settings.source_tuned} does not differ from {settings.source_base}: nothing to move")
     kind = _output_kind(settings, tuned.adapter)
     prepared = prepare(settings, source, target, settings.source_tuned)
-    reporter.plan(
-        make_plan(source.model, target.model, prepared.calibration), _plan_lines(settings, tuned, prepared, kind)
-    )
+    plan = make_plan(source.model, target.model, prepared.calibration, tuned.tau.deltas.keys())
+    reporter.plan(plan, _plan_lines(settings, tuned, prepared, kind))
     if dry_run:
         return None
     moved, provenance, sites = _move(settings, source, target, tuned, prepared, reporter)
@@ -221,7 +220,14 @@ def _load_pair(source: str, target: str, device: str) -> tuple[Loaded, Loaded]:
     return pair
 
 
-def _fit(settings: Any, source: Loaded, target: Loaded, prepared: Prepared, reporter: Reporter) -> Alignment:
+def _fit(
+    settings: Any,
+    source: Loaded,
+    target: Loaded,
+    prepared: Prepared,
+    reporter: Reporter,
+    only: Collection[str] | None = None,
+) -> Alignment:
     return fit(
         source.model,
         target.model,
@@ -229,6 +235,7 @@ def _fit(settings: Any, source: Loaded, target: Loaded, prepared: Prepared, repo
         prepared.objectives,
         map_rank=settings.map_rank,
         tolerance=settings.tolerance,
+        only=only,
         statistics_memory=int(settings.statistics_memory * 2**30),
         progress=reporter.step,
     )
@@ -241,7 +248,7 @@ def _move(
     chosen = find(settings.method)
     own = chosen.checked(settings.method_settings)
     if chosen.name == "bico" and not settings.method_settings:
-        alignment = _fit(settings, source, target, prepared, reporter)
+        alignment = _fit(settings, source, target, prepared, reporter, tuned.tau.deltas.keys())
         return alignment.apply(tuned.tau), alignment.provenance, site_table(alignment)
     job = Job(source.model, target.model, tuned.tau, prepared.calibration, prepared.objectives, reporter.step)
     moved = chosen.function(job, **own)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from taskferry.calibration.batch import Calibration
+from taskferry.fitting import changed_pairs
 from taskferry.pairing import Pair, pair_sites
 from taskferry.sites import find_sites
 
@@ -33,14 +34,18 @@ class Plan:
         return self.weights_bytes + 2 * self.statistics_bytes
 
 
-def make_plan(source: nn.Module, target: nn.Module, calibration: Calibration) -> Plan:
+def make_plan(
+    source: nn.Module, target: nn.Module, calibration: Calibration, only: Collection[str] | None = None
+) -> Plan:
     """From shapes, the calibration set and half a second of matrix products on this machine."""
     target_sites = find_sites(target)
     pairs, _ = pair_sites(find_sites(source), target_sites)
+    weights = sum(p.source.shape[0] * p.source.shape[1] + p.target.shape[0] * p.target.shape[1] for p in pairs)
+    if only is not None:
+        pairs, _ = changed_pairs(pairs, only)
     tokens = sum(_tokens(B.inputs) for _, B in calibration)
     inputs, outputs = _map_shapes(pairs)
     products = sum(a * b for a, b in [*inputs, *outputs])
-    weights = sum(p.source.shape[0] * p.source.shape[1] + p.target.shape[0] * p.target.shape[1] for p in pairs)
     capture = tokens * (4.0 * weights + 2.0 * products)  # forward and backward, then the cross-covariances
     solve = sum(12.0 * min(a, b) ** 2 * max(a, b) for a, b in [*inputs, *outputs])
     speed32, speed64 = _speed(torch.float32), _speed(torch.float64)

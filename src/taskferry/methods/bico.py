@@ -38,6 +38,7 @@ def bico(
         job.calibration,
         job.objective,
         signals=signals,
+        only=job.tau.deltas.keys(),
         map_rank=map_rank,
         tolerance=tolerance,
         progress=job.progress,

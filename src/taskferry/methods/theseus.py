@@ -19,6 +19,7 @@ def theseus(job: Job, *, map_rank: MapRank = "range", tolerance: Tolerance = DEF
         job.calibration,
         job.objective,
         signals=Signals(inputs="activations", outputs="activations"),
+        only=job.tau.deltas.keys(),
         map_rank=map_rank,
         tolerance=tolerance,
         progress=job.progress,
