@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from taskferry import TaskVector, fit
 from taskferry.families import family_of
+from taskferry.finding import find_sites
 from taskferry.recorder import Call, Recorder
-from taskferry.sites import Site, find_sites
+from taskferry.sites import Site
 from tests.tiny import TINY, Tiny, relative, tuned
 
 FAMILIES = {

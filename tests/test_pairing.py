@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from taskferry.finding import find_sites
 from taskferry.pairing import nearest_block, pair_sites
-from taskferry.sites import find_sites
 from tests.tiny import TINY
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from taskferry import Prototypes, TaskVector, fit, image_calibration, text_calibration
 from taskferry.families import family_of
-from taskferry.sites import find_sites
+from taskferry.finding import find_sites
 from tests import real
 
 pytestmark = pytest.mark.real

@@ -19,10 +19,11 @@ from taskferry.calibration.batch import Batch, Calibration
 from taskferry.capture import BICO, Side, Signals, collect, device_of
 from taskferry.coverage import reasons_to_keep
 from taskferry.errors import TaskferryError
+from taskferry.finding import find_sites
 from taskferry.objectives import Objective, as_objective, default_objective
 from taskferry.pairing import DepthRule, Pair, nearest_block, pair_sites
 from taskferry.procrustes import DEFAULT_TOLERANCE, Map, RankPolicy
-from taskferry.sites import Site, find_sites
+from taskferry.sites import Site
 from taskferry.statistics import CrossCovariance, Quality
 from taskferry.version import __version__
 

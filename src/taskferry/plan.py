@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from taskferry.calibration.batch import Calibration
+from taskferry.finding import find_sites
 from taskferry.fitting import changed_pairs
 from taskferry.pairing import Pair, pair_sites
-from taskferry.sites import find_sites
 
 
 @dataclass(frozen=True)

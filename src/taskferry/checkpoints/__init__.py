@@ -1,7 +1,8 @@
 """Models, adapters and outputs on disk. Nothing here runs a model."""
 
 from taskferry.checkpoints.adapters import Adapter, Skeleton, is_adapter, read_adapter, write_adapter
-from taskferry.checkpoints.models import Loaded, Tuned, load_model, load_tuned, write_model
+from taskferry.checkpoints.loaded import Loaded
+from taskferry.checkpoints.models import Tuned, load_model, load_tuned, write_model
 
 __all__ = [
     "Adapter",

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from taskferry.checkpoints.states import read_state
 from taskferry.errors import TaskferryError
 from taskferry.files import write_plain_safetensors
-from taskferry.sites import Site, find_sites
+from taskferry.finding import find_sites
+from taskferry.sites import Site
 from taskferry.taskvector import Delta, LowRank, TaskVector, match_names
 
 CONFIG = "adapter_config.json"

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+from taskferry.checkpoints.loaded import Loaded
 from taskferry.errors import TaskferryError
 from taskferry.taskvector import TaskVector
-
-if TYPE_CHECKING:
-    from taskferry.checkpoints.models import Loaded
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.index.json", "*.gguf")
 _TEXT = ("*.json", "*.txt", "*.model", "*.jinja")

@@ -14,39 +14,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from taskferry.checkpoints import huggingface, openclip, timm
 from taskferry.checkpoints.adapters import Adapter, Skeleton, is_adapter, read_adapter
+from taskferry.checkpoints.loaded import Loaded
 from taskferry.checkpoints.states import is_state_file, read_state
 from taskferry.errors import TaskferryError
 from taskferry.taskvector import Delta, TaskVector, match_names
 
 _FORMATS: tuple[ModuleType, ...] = (openclip, timm, huggingface)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A model in memory, and where it came from."""
-
-    model: nn.Module
-    given: str  # what the user wrote
-    folder: Path | None  # where its files lie
-    format: ModuleType
-    absent: frozenset[str] = frozenset()  # parameters that its checkpoint does not hold (a new head)
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def tokenizer(self) -> Any:
-        """The model's own tokenizer."""
-        return self.format.tokenizer(self)
-
-    def image_transform(self) -> Any:
-        """A function from a PIL image to the tensor that the model takes."""
-        return self.format.image_transform(self)
 
 
 def load_model(given: str, *, like: nn.Module | None = None) -> Loaded:

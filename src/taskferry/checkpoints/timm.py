@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+from taskferry.checkpoints.loaded import Loaded
 from taskferry.checkpoints.states import add_to_state, read_state
 from taskferry.errors import TaskferryError
 from taskferry.files import write_plain_safetensors
 from taskferry.taskvector import TaskVector
-
-if TYPE_CHECKING:
-    from taskferry.checkpoints.models import Loaded
 
 
 def owns(where: str) -> bool:

@@ -14,8 +14,8 @@ from rich.markup import escape
 from taskferry.checkpoints import load_model
 from taskferry.cli.options import Json
 from taskferry.cli.screen import print_json
+from taskferry.finding import find_sites
 from taskferry.pairing import pair_sites
-from taskferry.sites import find_sites
 
 EXTRAS = {
     "transformers": "hf",

@@ -17,7 +17,7 @@ from taskferry.checkpoints import load_model
 from taskferry.cli.options import Json
 from taskferry.cli.screen import print_json
 from taskferry.errors import TaskferryError
-from taskferry.sites import find_sites
+from taskferry.finding import find_sites
 from taskferry.taskvector import LowRank, TaskVector
 
 

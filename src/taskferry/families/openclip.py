@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from taskferry.calibration.batch import Batch
-from taskferry.families import register
 from taskferry.families.base import Family, image_grid
+from taskferry.families.registry import register
 from taskferry.tokens import Layout
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from taskferry.calibration.batch import Batch
-from taskferry.families import register
 from taskferry.families.base import Family, image_grid
+from taskferry.families.registry import register
 from taskferry.tokens import Layout
 
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from taskferry.coverage import Coverage, Row
 from taskferry.families import family_of
+from taskferry.finding import find_sites
 from taskferry.methods import CannotMove, Job, method
-from taskferry.sites import Site, find_sites
+from taskferry.sites import Site
 from taskferry.taskvector import Delta, LowRank, TaskVector
 
 Axis = tuple[str, int, Site | None, str]  # parameter, axis of the site's or parameter's own form, site, space
