@@ -30,17 +30,17 @@ def site_table(alignment: Alignment) -> list[dict[str, Any]]:
     return rows
 
 
-def hash_files(given: str) -> dict[str, str]:
-    """sha256 of a file, or of every file of a folder (not of its subfolders)."""
-    path = Path(given)
-    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else []
+def hash_files(given: str | Path) -> dict[str, str]:
+    """sha256 of a file, or of every file of a folder, by its path in it."""
+    path = Path(str(given).rpartition(":")[2]) if str(given).startswith("openclip:") else Path(given)
+    files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else []
     hashes = {}
     for file in files:
         digest = hashlib.sha256()
         with open(file, "rb") as data:
             while block := data.read(1 << 20):
                 digest.update(block)
-        hashes[file.name] = digest.hexdigest()
+        hashes[file.name if file == path else str(file.relative_to(path))] = digest.hexdigest()
     return hashes
 
 
@@ -48,6 +48,15 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """taskferry.json."""
     text = json.dumps({"taskferry": __version__, **record}, indent=1, default=str)
     (folder / "taskferry.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _method(record: Mapping[str, Any]) -> str:
+    name = str(record["settings"].get("method", "bico"))
+    if name == "bico":
+        return "bico; nothing was trained: the change of every linear layer was carried over by two orthogonal maps"
+    if name == "few-shot":
+        return "few-shot; the target was fine-tuned on the calibration samples"
+    return f"{name}; nothing was trained"
 
 
 def write_card(folder: Path, record: Mapping[str, Any], *, adapter: bool) -> None:
@@ -65,7 +74,7 @@ def write_card(folder: Path, record: Mapping[str, Any], *, adapter: bool) -> Non
 - moved from: `{settings.get("source_tuned")}` on `{settings.get("source_base")}`
 - moved to: `{base}`
 - scale: {verdict["scale"]}
-- nothing was trained: the change of every linear layer was carried over by two orthogonal maps (BiCo)
+- method: {_method(record)}
 
 Biases, errors and unsafe behaviour of the source move along: evaluate before use.
 

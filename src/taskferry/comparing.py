@@ -20,9 +20,12 @@ import torch
 from torch import nn
 
 from taskferry.calibration.batch import Batch
+from taskferry.calibration.data import load_samples
 from taskferry.capture import device_of
 from taskferry.checkpoints import Loaded, load_model, load_tuned
-from taskferry.methods import CannotMove, Job, methods, run
+from taskferry.checkpoints.output import check_free
+from taskferry.errors import TaskferryError
+from taskferry.methods import Job, find, methods, run
 from taskferry.objectives import Classifier, Objective
 from taskferry.preparing import Prepared, prepare
 from taskferry.scale import calibration_loss, moved_by, scale_on_calibration
@@ -70,6 +73,10 @@ class Comparison:
 
 def compare(settings: CompareSettings, tell: Callable[[str, float], None] | None = None) -> Comparison:
     """Run all rows; `tell` hears of each score."""
+    if settings.out is not None:
+        for end in (".json", ".md"):
+            check_free(settings.out.with_suffix(end))
+    rows = _rows(settings.methods)
     source, target = load_model(settings.source_base), load_model(settings.target_base)
     tau = load_tuned(settings.source_tuned, source).tau
     result = Comparison("", settings=settings.model_dump(mode="json"))
@@ -88,11 +95,11 @@ def compare(settings: CompareSettings, tell: Callable[[str, float], None] | None
                 tell(row, score)
 
         keep("target as it is", TaskVector({}), time.perf_counter())
-        for row, (name, more) in _rows(settings.methods).items():
+        for row, (name, more) in rows.items():
             started = time.perf_counter()
             try:
                 moved = run(name, job, **more)
-            except CannotMove as error:
+            except TaskferryError as error:
                 result.refusals[row] = str(error)
                 continue
             keep(row, moved, started)
@@ -104,7 +111,7 @@ def compare(settings: CompareSettings, tell: Callable[[str, float], None] | None
 
 
 def _rows(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
-    chosen = list(names) or list(methods())
+    chosen = [find(name).name for name in names] or list(methods())
     rows: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in chosen}
     return rows | {row: variant for row, variant in VARIANTS.items() if variant[0] in chosen}
 
@@ -120,7 +127,8 @@ def _test_batches(settings: CompareSettings, source: Loaded, target: Loaded) -> 
             "seed": 0,
         }
     )
-    return prepare(held_out, source, target, None).calibration.side(1)
+    classes = load_samples(settings.calibration, label_column=settings.label_column).classes
+    return prepare(held_out, source, target, None, classes=classes).calibration.side(1)
 
 
 def _score(

@@ -20,7 +20,7 @@ from taskferry.capture import BICO, Side, Signals, collect, device_of
 from taskferry.coverage import reasons_to_keep
 from taskferry.errors import TaskferryError
 from taskferry.finding import find_sites
-from taskferry.objectives import Objective, as_objective, default_objective
+from taskferry.objectives import ForwardOnly, Objective, as_objective, default_objective
 from taskferry.pairing import DepthRule, Pair, nearest_block, pair_sites
 from taskferry.procrustes import DEFAULT_TOLERANCE, Map, RankPolicy
 from taskferry.sites import Site
@@ -57,7 +57,10 @@ def fit(
     `signals` says what is aligned on each side; anything but the default is another method.
     `progress` is called with what is done, the steps done and the steps in all.
     """
-    objective_A, objective_B = both_objectives(objective, source, target, calibration)
+    if signals.backward or callable(objective):  # a function of the user's own knows how to run the models
+        objective_A, objective_B = both_objectives(objective, source, target, calibration)
+    else:
+        objective_A = objective_B = ForwardOnly()
     side_A = Side(source, objective_A.bind(source, _on_device(calibration, 0, source)))
     side_B = Side(target, objective_B.bind(target, _on_device(calibration, 1, target)))
 

@@ -179,10 +179,31 @@ class LanguageModel(Objective):
         return loss
 
 
+@dataclass(frozen=True)
+class ForwardOnly(Objective):
+    """No loss: the forward pass alone, for methods that take no gradient and so need no labels."""
+
+    def bind(self, model: nn.Module, batches: Sequence[Batch]) -> Loss:  # noqa: ARG002
+        """A forward pass; its value is not used."""
+        family = family_of(model)
+
+        def run(batch: Batch) -> Tensor:
+            if is_language_model(model):
+                return _logits(model(**batch.inputs, use_cache=False)).sum()
+            return family.features(model, batch).sum()
+
+        return run
+
+
+def is_language_model(model: nn.Module) -> bool:
+    """Whether the model predicts tokens."""
+    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+
+
 def default_objective(model: nn.Module, calibration: Calibration) -> Objective:
     """What the model's kind suggests: its language-model loss, its classification head, or prototypes."""
     kind = type(model).__name__
-    if kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+    if is_language_model(model):
         return LanguageModel()
     if kind.endswith(("ForSequenceClassification", "ForImageClassification")):
         return Head()

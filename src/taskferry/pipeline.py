@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taskferry.alignment import Alignment
 from taskferry.card import hash_files, site_table, write_card, write_record
@@ -31,13 +31,13 @@ from taskferry.checkpoints.lowrank import compress
 from taskferry.checkpoints.output import check_free, staged_folder
 from taskferry.coverage import Coverage
 from taskferry.errors import TaskferryError
-from taskferry.fitting import fit
+from taskferry.fitting import fit, hash_parameters
 from taskferry.methods import Job, find
 from taskferry.plan import Plan, make_plan
 from taskferry.preparing import Prepared, prepare
 from taskferry.scale import ScaleCurve, calibration_loss, moved_by, scale_on_calibration
 from taskferry.settings import ApplySettings, FitSettings, OutputSettings, TransferSettings, dump_settings
-from taskferry.taskvector import LowRank, TaskVector
+from taskferry.taskvector import Delta, LowRank, TaskVector, match_names
 
 _FORMS = {"lora": "a LoRA adapter", "model": "a full model", "task-vector": "a task vector"}
 
@@ -71,6 +71,7 @@ def transfer(
     """Fit, apply, choose the scale, write, load again and check. None for a dry run."""
     reporter = reporter or Reporter()
     check_free(settings.out)
+    own = find(settings.method).checked(_method_settings(settings))
     source, target = _load_pair(settings.source_base, settings.target_base, settings.device)
     tuned = load_tuned(settings.source_tuned, source)
     if not len(tuned.tau):
@@ -81,40 +82,45 @@ def transfer(
     reporter.plan(plan, _plan_lines(settings, tuned, prepared, kind))
     if dry_run:
         return None
-    moved, provenance, sites = _move(settings, source, target, tuned, prepared, reporter)
+    moved, provenance, sites = _move(settings, own, source, target, tuned, prepared, reporter)
     if not len(moved):
         raise TaskferryError(f"nothing of {settings.source_tuned} moved: {_summary(moved)}")
-    loss = prepared.objectives[1].bind(target.model, prepared.calibration.side(1))
-    curve = _scale(settings, target, moved, loss, prepared, reporter)
-    record = {
-        "command": command,
-        "settings": settings.model_dump(mode="json"),
-        "inputs": {
-            n: hash_files(getattr(settings, n)) for n in ("source_base", "source_tuned", "target_base", "calibration")
-        },
-        "calibration": {"indices": prepared.indices, "labels": prepared.labels, **provenance.get("calibration", {})},
-        "provenance": provenance,
-        "verdict": _verdict(curve, moved),
-        "scale_curve": curve.points,
-        "sites": sites,
-        "ignored": dict(tuned.ignored),
-    }
-    if not curve.helps:
-        return Outcome(_with_coverage(record, moved), None)
     if kind == "lora" and settings.rank is None and settings.energy is None and not _low_rank(moved):
         raise TaskferryError(
             f"the method {settings.method} makes a dense change of a LoRA: write it with --as-model, or cut it with "
             "--as-lora --rank 32"
         )
-    final, extra = _in_form(settings, kind, curve.best * moved)
-    record |= extra
+    # Cut first: the scale and the verdict are those of what is written.
+    final, extra = _in_form(settings, kind, moved)
+    loss = prepared.objectives[1].bind(target.model, prepared.calibration.side(1))
+    curve = _scale(settings, target, final, loss, prepared, reporter)
+    record = {
+        "command": command,
+        "settings": settings.model_dump(mode="json"),
+        "inputs": {
+            "source_base": hash_files(source.folder or settings.source_base),
+            "source_tuned": hash_files(settings.source_tuned),
+            "target_base": hash_files(target.folder or settings.target_base),
+            "calibration": hash_files(settings.calibration),
+        },
+        "calibration": {"indices": prepared.indices, "labels": prepared.labels, **provenance.get("calibration", {})},
+        "provenance": provenance,
+        "verdict": _verdict(curve, final),
+        "scale_curve": curve.points,
+        "sites": sites,
+        "ignored": dict(tuned.ignored),
+        **extra,
+    }
+    if not curve.helps:
+        return Outcome(_with_coverage(record, final), None)
+    final = curve.best * final
     with staged_folder(settings.out) as folder:
         _write(kind, final, target, tuned.adapter, settings.target_base, folder)
-        _finish(folder, _with_coverage(record, moved), dump_settings(settings), adapter=kind == "lora")
+        _finish(folder, _with_coverage(record, final), dump_settings(settings), adapter=kind == "lora")
         reporter.step("check", 0, 1)
         check_output(folder, kind, final, target)
         reporter.step("check", 1, 1)
-    return Outcome(_with_coverage(record, moved), settings.out)
+    return Outcome(_with_coverage(record, final), settings.out)
 
 
 def fit_alignment(
@@ -158,6 +164,9 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
         "ignored": dict(tuned.ignored),
         **extra,
     }
+    target = None if settings.target_base is None or kind != "model" else load_model(settings.target_base)
+    if target is not None:
+        _same_model(alignment, "target", target)
     with staged_folder(settings.out) as folder:
         if kind == "lora":
             sites = [pair.target for pair in alignment.pairs]
@@ -167,7 +176,9 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
         elif kind == "task-vector":
             final.save(folder / "task_vector.safetensors")
         else:
-            write_model(load_model(str(settings.target_base)), final, 1.0, folder)
+            write_model(target or load_model(str(settings.target_base)), final, 1.0, folder)
+        if target is not None:
+            check_output(folder, kind, final, target)
         _finish(folder, _with_coverage(record, moved), dump_settings(settings), adapter=kind == "lora")
     return Outcome(_with_coverage(record, moved), settings.out)
 
@@ -183,27 +194,30 @@ def difference(base: str, tuned: str, out: Path) -> TaskVector:
 
 
 def check_output(folder: Path, kind: str, final: TaskVector, target: Loaded) -> None:
-    """Load what was written and compare it with what was meant."""
+    """Load what was written and compare it with what was meant, up to the rounding of its precision."""
     if kind == "task-vector":
-        written = TaskVector.load(folder / "task_vector.safetensors")
-        bound = 0.0
-    elif kind == "lora":
-        written = read_adapter(folder, Skeleton.of(target.model)).tau
-        bound = 1e-5
-    else:
-        # Half precision rounds every weight; the change survives within that rounding.
-        written = load_tuned(str(folder), target).tau
-        bound = _rounding(target, final)
-    difference = (written.dense() - final.dense()).norm()
-    if not difference <= bound * max(1.0, final.norm()) + 1e-12:
-        raise TaskferryError(f"what was written differs from what was meant by {difference:.3g}: nothing was kept")
+        _compare(TaskVector.load(folder / "task_vector.safetensors").dense().deltas, final.dense().deltas, 0.0)
+        return
+    if kind == "lora":
+        adapter = read_adapter(folder, Skeleton.of(target.model))
+        _compare(adapter.tau.dense().deltas, final.dense().deltas, 16 * torch.finfo(adapter.dtype).eps)
+        return
+    written = dict(load_model(str(folder), like=target.model).model.named_parameters())
+    base = dict(target.model.named_parameters())
+    names = match_names(final.deltas, base)
+    meant = {names[n]: base[names[n]].detach() + d.to(base[names[n]]) for n, d in final.dense().deltas.items()}  # type: ignore[union-attr]
+    precision = torch.finfo(target.extra.get("dtype", torch.float32)).eps
+    _compare({name: written[name].detach() for name in meant}, meant, 2 * precision)
 
 
-def _rounding(target: Loaded, final: TaskVector) -> float:
-    parameters = dict(target.model.named_parameters())
-    names = [name for name in final.deltas if name in parameters]
-    size = math.sqrt(sum(float(parameters[name].square().sum()) for name in names))
-    return 0.01 * (size + final.norm()) / max(1.0, final.norm())
+def _compare(written: Mapping[str, Delta], meant: Mapping[str, Delta], precision: float) -> None:
+    for name, value in meant.items():
+        found = written.get(name)
+        if not isinstance(found, Tensor) or not isinstance(value, Tensor) or found.shape != value.shape:
+            raise TaskferryError(f"{name} was not written as it was meant: nothing was kept")
+        error = float((found - value.to(found)).abs().max())
+        if not error <= precision * float(value.abs().max()) + 1e-7:
+            raise TaskferryError(f"{name} was written with an error of {error:.3g}: nothing was kept")
 
 
 def _load_pair(source: str, target: str, device: str) -> tuple[Loaded, Loaded]:
@@ -241,19 +255,37 @@ def _fit(
     )
 
 
+def _method_settings(settings: TransferSettings) -> dict[str, Any]:
+    """The method's settings: those given for it, and the general ones that it has too; others must stay at default."""
+    known = find(settings.method).settings
+    own = dict(settings.method_settings)
+    for name in ("map_rank", "tolerance"):
+        value = getattr(settings, name)
+        if value == TransferSettings.model_fields[name].default:
+            continue
+        if name not in known:
+            raise TaskferryError(f"the method {settings.method} has no {name}: leave --{name.replace('_', '-')} out")
+        own.setdefault(name, value)
+    return own
+
+
 def _move(
-    settings: TransferSettings, source: Loaded, target: Loaded, tuned: Tuned, prepared: Prepared, reporter: Reporter
+    settings: TransferSettings,
+    own: Mapping[str, Any],
+    source: Loaded,
+    target: Loaded,
+    tuned: Tuned,
+    prepared: Prepared,
+    reporter: Reporter,
 ) -> tuple[TaskVector, Mapping[str, Any], list[dict[str, Any]]]:
     """The moved task vector, its provenance and the table of its sites; BiCo unless another method is asked for."""
-    chosen = find(settings.method)
-    own = chosen.checked(settings.method_settings)
-    if chosen.name == "bico" and not settings.method_settings:
+    if settings.method == "bico" and not settings.method_settings:
         alignment = _fit(settings, source, target, prepared, reporter, tuned.tau.deltas.keys())
         return alignment.apply(tuned.tau), alignment.provenance, site_table(alignment)
     job = Job(source.model, target.model, tuned.tau, prepared.calibration, prepared.objectives, reporter.step)
-    moved = chosen.function(job, **own)
+    moved = find(settings.method).function(job, **own)
     objectives = [objective.describe() for objective in prepared.objectives]
-    return moved, {"method": chosen.name, "settings": own, "objective": objectives}, []
+    return moved, {"method": settings.method, "settings": dict(own), "objective": objectives}, []
 
 
 def _output_kind(settings: OutputSettings, adapter: Adapter | None) -> str:
@@ -261,6 +293,8 @@ def _output_kind(settings: OutputSettings, adapter: Adapter | None) -> str:
         return "task-vector"
     if settings.as_model:
         return "model"
+    if adapter is not None and (settings.rank is not None or settings.energy is not None):
+        raise TaskferryError("a LoRA keeps its rank exactly: leave --rank and --energy out")
     if settings.as_lora and adapter is None and settings.rank is None and settings.energy is None:
         raise TaskferryError("--as-lora of a full fine-tune needs --rank 32 or --energy 0.95")
     return "lora" if adapter is not None or settings.as_lora else "model"
@@ -276,7 +310,14 @@ def _tuned_for(settings: ApplySettings, alignment: Alignment) -> Tuned:
         return Tuned(TaskVector.load(path))
     if settings.source_base is None:
         raise TaskferryError(f"{settings.source_tuned} is a full model: give its base with --source-base")
-    return load_tuned(settings.source_tuned, load_model(settings.source_base))
+    source = load_model(settings.source_base)
+    _same_model(alignment, "source", source)
+    return load_tuned(settings.source_tuned, source)
+
+
+def _same_model(alignment: Alignment, side: str, loaded: Loaded) -> None:
+    if hash_parameters(loaded.model) != alignment.provenance[side]["sha256"]:
+        raise TaskferryError(f"{loaded.given} is not the {side} that this alignment was fitted on: fit one for it")
 
 
 def _scale(

@@ -49,9 +49,11 @@ class Prepared:
     labels: str  # where they came from, for people
 
 
-def prepare(settings: CalibrationSettings, source: Loaded, target: Loaded, tuned: str | None) -> Prepared:
-    """Choose samples, label them, and prepare them for each model."""
-    samples = load_samples(settings.calibration, label_column=settings.label_column)
+def prepare(
+    settings: CalibrationSettings, source: Loaded, target: Loaded, tuned: str | None, classes: Sequence[str] = ()
+) -> Prepared:
+    """Choose samples, label them, and prepare them for each model; `classes` numbers the names of labels."""
+    samples = load_samples(settings.calibration, label_column=settings.label_column, classes=classes)
     language = language_kind(source, target)
     if samples.labels is None and settings.labels == "data" and language is None:
         raise TaskferryError(
@@ -73,6 +75,10 @@ def prepare(settings: CalibrationSettings, source: Loaded, target: Loaded, tuned
     )
     chosen = samples.take(indices)
     if language is not None:
+        if settings.objective not in ("auto", "language"):
+            raise TaskferryError(
+                f"the objective '{settings.objective}' is for encoders; language models use their own loss"
+            )
         calibration, labels = _language(settings, chosen, source, target, tuned, language)
         return Prepared(calibration, (LanguageModel(), LanguageModel()), tuple(indices), labels)
     by_teacher = settings.labels == "teacher" or chosen.labels is None
@@ -112,12 +118,19 @@ def _encoder_calibration(
         return image_calibration(images, *transforms, key=keys, labels=samples.labels, micro_batch=settings.micro_batch)
     if samples.kind != "text":
         raise TaskferryError(f"{settings.calibration} has {samples.kind} rows: an encoder needs a text column")
+    if any(not isinstance(row["text"], str) for row in samples.rows):
+        raise TaskferryError(f"{settings.calibration} has rows without text: fill them, or leave them out")
     pairs = [row.get("text_pair") for row in samples.rows]
+    missing = sum(pair is None for pair in pairs)
+    if 0 < missing < len(pairs):
+        raise TaskferryError(
+            f"{settings.calibration}: {missing} of {len(pairs)} rows have no text_pair: fill them, or leave it out"
+        )
     return text_calibration(
         [str(row["text"]) for row in samples.rows],
         source.tokenizer(),
         target.tokenizer(),
-        pairs=None if any(p is None for p in pairs) else [str(p) for p in pairs],
+        pairs=None if missing else [str(p) for p in pairs],
         labels=samples.labels,
         max_length=settings.max_length,
         micro_batch=settings.micro_batch,
@@ -138,12 +151,19 @@ def _language(
         raise TaskferryError(f"{settings.calibration} has images: a language model needs text, prompts or messages")
     if samples.kind == "prompt":
         origin = "the completions in the data"
-        if settings.labels == "teacher" or any(row.get("completion") is None for row in rows):
-            origin = "completions of the tuned source (teacher)"
+        if any(not isinstance(row["prompt"], str) for row in rows):
+            raise TaskferryError(f"{settings.calibration} has rows without a prompt: fill them, or leave them out")
+        asked = [row for row in rows if settings.labels == "teacher" or row.get("completion") is None]
+        if asked and settings.labels == "data":
+            raise TaskferryError(f"{settings.calibration}: {len(asked)} rows have no completion: use --labels teacher")
+        if asked:
+            origin = f"{len(asked)} completions of the tuned source (teacher)"
             teacher = _load_teacher(source, tuned)
-            prompts = [str(row["prompt"]) for row in rows]
-            for row, completion in zip(rows, complete(teacher, tokenizer_A, prompts), strict=True):
+            answers = complete(teacher, tokenizer_A, [row["prompt"] for row in asked])
+            for row, completion in zip(asked, answers, strict=True):
                 row["completion"] = completion
+    elif settings.labels == "teacher":
+        raise TaskferryError("the teacher answers prompts: give a prompt column, or leave --labels teacher out")
     segments: Sequence[list[Segment]] = [segments_of(row) for row in rows]
     build: Callable[..., Calibration] = language_calibration
     if kind == "sequence":
@@ -164,8 +184,11 @@ def complete(model: torch.nn.Module, tokenizer: Any, prompts: Sequence[str], len
         output = generator.generate(
             **inputs, max_new_tokens=length, do_sample=False, pad_token_id=tokenizer.eos_token_id
         )
-        start = 0 if generator.config.is_encoder_decoder else inputs["input_ids"].shape[1]
-        completions.append(tokenizer.decode(output[0, start:], skip_special_tokens=True))
+        text = tokenizer.decode(output[0], skip_special_tokens=True)
+        if not generator.config.is_encoder_decoder:
+            # Decoded as a whole: a piece on its own may lose the space before it.
+            text = text[len(tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)) :]
+        completions.append(text)
     empty = sum(not completion.strip() for completion in completions)
     if empty == len(completions):
         raise TaskferryError("the tuned source answers every prompt with nothing: give completions in the data")
@@ -176,7 +199,7 @@ def _objectives(
     settings: CalibrationSettings, samples: Samples, source: Loaded, target: Loaded
 ) -> tuple[Objective, Objective]:
     name = settings.objective
-    has_text = all(hasattr(m.model, "encode_text") or hasattr(m.model, "get_text_features") for m in (source, target))
+    has_text = all(_has_text_tower(m) for m in (source, target))
     if name == "auto":
         name = "zero-shot" if has_text and samples.kind == "image" and samples.classes else "prototypes"
     if name == "zero-shot":
@@ -192,6 +215,10 @@ def _objectives(
     return kinds[name], kinds[name]
 
 
+def _has_text_tower(loaded: Loaded) -> bool:
+    return hasattr(loaded.model, "encode_text") or hasattr(loaded.model, "get_text_features")
+
+
 def _tokenize(loaded: Loaded) -> Callable[[list[str]], Any]:
     tokenizer = loaded.tokenizer()
     if family_of(loaded.model).name == "openclip":
@@ -203,11 +230,12 @@ def _teacher(
     settings: CalibrationSettings, calibration: Calibration, samples: Samples, source: Loaded, tuned: str | None
 ) -> Tensor:
     """Classes predicted by the tuned source: with its own head, or its zero-shot head."""
-    if samples.classes and hasattr(source.model, "encode_text"):
+    if samples.classes and _has_text_tower(source):
         head: Classifier = ZeroShot(samples.classes, _tokenize(source), settings.templates)
         return teacher_labels(_load_teacher(source, tuned), calibration.side(0), head)
     teacher = _load_teacher(source, tuned)
-    if not type(teacher).__name__.endswith(("Classification", "VisionTransformer")):
+    headless = getattr(teacher, "num_classes", None) == 0
+    if headless or not type(teacher).__name__.endswith(("Classification", "VisionTransformer")):
         raise TaskferryError(
             f"the tuned source is a {type(teacher).__name__}, which predicts no classes, and the data has no labels: "
             "give labels, or a tuned model with its classification head"
@@ -223,8 +251,12 @@ def _load_teacher(source: Loaded, tuned: str | None) -> torch.nn.Module:
     if is_adapter(path) or is_state_file(path):
         from taskferry.checkpoints import load_tuned
 
-        teacher = load_model(source.given).model
-        return load_tuned(tuned, source).tau.add_to(teacher)
+        found = load_tuned(tuned, source)
+        if any("modules_to_save" in reason for reason in found.ignored.values()):
+            raise TaskferryError(
+                f"{tuned} brings a head of its own, which its base lacks: give labels, or the merged model"
+            )
+        return found.tau.add_to(load_model(source.given).model)
     return load_model(tuned).model.to(device_of(source.model))
 
 

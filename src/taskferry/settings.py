@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -17,6 +17,7 @@ from taskferry.options import LabelSource, ObjectiveName, Sampler
 from taskferry.procrustes import DEFAULT_TOLERANCE
 
 S = TypeVar("S", bound="Settings")
+Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Settings(BaseModel):
@@ -100,7 +101,7 @@ class TransferSettings(CalibrationSettings, MapSettings, OutputSettings, Writing
     source_base: str = Field(description="the base model that was tuned")
     source_tuned: str = Field(description="the tuned source: a model, a PEFT LoRA, a state file or a task vector")
     target_base: str = Field(description="the base model to move to")
-    scale: float | Literal["auto"] = Field("auto", description="1 is the paper; auto takes the lowest calibration loss")
+    scale: Scale | Literal["auto"] = Field("auto", description="1 is the paper; auto takes the lowest calibration loss")
     method: str = Field("bico", description="how it is moved: `taskferry methods` lists them")
     method_settings: dict[str, Any] = Field({}, description="settings of the method, such as inputs=gradients")
 
@@ -136,7 +137,7 @@ class ApplySettings(OutputSettings, Writing):
     source_tuned: str = Field(description="a PEFT LoRA, a task vector, or a tuned model")
     source_base: str | None = Field(None, description="its base; not needed for a LoRA or a task vector")
     target_base: str | None = Field(None, description="to write a full model, and named in an adapter")
-    scale: float = Field(1.0, description="multiplies the moved task vector")
+    scale: Scale = Field(1.0, description="multiplies the moved task vector")
 
 
 def load_settings(cls: type[S], file: Path | None, given: Mapping[str, Any]) -> S:

@@ -37,6 +37,8 @@ def text_calibration(
         first = [texts[i] for i in chosen]
         second = None if pairs is None else [pairs[i] for i in chosen]
         fast = bool(getattr(tokenizer, "is_fast", False))
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
         encoded = tokenizer(
             first,
             second,

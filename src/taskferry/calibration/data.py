@@ -42,8 +42,11 @@ class Samples:
         return replace(self, rows=[self.rows[i] for i in indices], labels=labels)
 
 
-def load_samples(given: str, *, label_column: str = "label") -> Samples:
-    """All rows of a file, an image folder or a hub dataset's train split."""
+def load_samples(given: str, *, label_column: str = "label", classes: Sequence[str] = ()) -> Samples:
+    """All rows of a file, an image folder or a hub dataset's train split.
+
+    `classes` gives names their numbers, where another file (the calibration data) has numbered them already.
+    """
     with tempfile.TemporaryDirectory(prefix="taskferry-data-") as cache:
         dataset = _load(given, cache)
     columns = list(dataset.column_names)
@@ -65,8 +68,8 @@ def load_samples(given: str, *, label_column: str = "label") -> Samples:
     rows = [dict(row) for row in dataset]
     if len(rows) < 2:
         raise TaskferryError(f"{given} has {len(rows)} sample(s): about a hundred are needed, two at the very least")
-    labels, classes = _labels(dataset, rows, label_column, given) if label_column in columns else (None, ())
-    return Samples(kind, rows, labels, classes or _classes_beside(Path(given)), given)
+    labels, names = _labels(dataset, rows, label_column, given, classes) if label_column in columns else (None, ())
+    return Samples(kind, rows, labels, _classes_beside(Path(given)) or names, given)
 
 
 def picture(row: dict[str, Any]) -> Any:
@@ -79,7 +82,10 @@ def picture(row: dict[str, Any]) -> Any:
 
         from PIL import Image
 
-        return Image.open(io.BytesIO(value))
+        try:
+            return Image.open(io.BytesIO(value)).convert("RGB")
+        except (OSError, Image.DecompressionBombError) as error:
+            raise TaskferryError(f"an image cannot be read: {error}") from error
     if isinstance(value, str):
         raise TaskferryError(f"a row names the image file {value}: give an image folder, or images as bytes")
     return value
@@ -114,7 +120,7 @@ def _load(given: str, cache: str) -> Any:
 
 
 def _labels(
-    dataset: Any, rows: Sequence[dict[str, Any]], column: str, given: str
+    dataset: Any, rows: Sequence[dict[str, Any]], column: str, given: str, known: Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Class numbers 0, 1, …; names are sorted, numbers are kept."""
     values = [row[column] for row in rows]
@@ -122,11 +128,22 @@ def _labels(
         missing = sum(value is None for value in values)
         raise TaskferryError(f"{given}: {missing} rows have no {column}: fill them, or leave the column out")
     names = getattr(dataset.features[column], "names", None)
+    if all(isinstance(value, float) for value in values):
+        if any(value != int(value) for value in values):
+            raise TaskferryError(
+                f"{given}: {column} holds fractions such as {values[0]}: classes are whole numbers or names"
+            )
+        values = [int(value) for value in values]
+    if all(isinstance(value, str) and value.isdigit() for value in values):
+        values = [int(value) for value in values]
     if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         if min(values) < 0:
             raise TaskferryError(f"{given}: a {column} of {min(values)}: classes are counted from 0")
         return tuple(values), tuple(names or ())
-    classes = tuple(sorted({str(value) for value in values}))
+    classes = tuple(known) or tuple(sorted({str(value) for value in values}))
+    strange = sorted({str(value) for value in values} - set(classes))
+    if strange:
+        raise TaskferryError(f"{given} has the class '{strange[0]}', which the calibration data does not have")
     numbers = {name: i for i, name in enumerate(classes)}
     return tuple(numbers[str(value)] for value in values), classes
 

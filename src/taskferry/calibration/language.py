@@ -41,12 +41,18 @@ def segments_of(row: Mapping[str, Any]) -> list[Segment]:
     """A row of a file: `messages`, `prompt` with `completion`, or `text`."""
     if row.get("messages") is not None:
         messages = row["messages"]
+        if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages) or not all(
+            isinstance(m.get("content"), str) for m in messages
+        ):
+            raise TaskferryError("messages need a role and a text content each: [{'role': 'user', 'content': '…'}, …]")
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
         if last < 0:
             raise TaskferryError("a chat without an answer of the assistant has nothing to learn from")
         return [Segment(m["content"], i == last, m["role"]) for i, m in enumerate(messages[: last + 1])]
     if row.get("prompt") is not None:
-        return [Segment(row["prompt"], counted=False), Segment(row["completion"])]
+        return [Segment(str(row["prompt"]), counted=False), Segment(str(row["completion"]))]
+    if not isinstance(row.get("text"), str):
+        raise TaskferryError("a row has neither text, nor prompt and completion, nor messages")
     return [Segment(row["text"])]
 
 
@@ -62,12 +68,18 @@ def language_calibration(
 
     def batch(tokenizer: Any, chosen: range) -> Batch:
         rendered = [_render(tokenizer, samples[i]) for i in chosen]
-        encoded = _encode(
-            tokenizer, [text for text, _ in rendered], max_length, chat=samples[chosen[0]][0].role is not None
-        )
+        first = samples[chosen[0]]
+        answers = len(first) > 1  # a prompt or chat, not plain text
+        texts = [text for text, _ in rendered]
+        encoded = _encode(tokenizer, texts, max_length, chat=first[0].role is not None, keep_end=answers)
         spans, counted = _spans(encoded.pop("offset_mapping"), [places for _, places in rendered])
         ids, mask = encoded["input_ids"], encoded["attention_mask"]
         labels = ids.masked_fill((mask == 0) | ~counted, IGNORED)
+        lost = [chosen[i] for i in range(len(chosen)) if not bool((labels[i] != IGNORED).any())]
+        if lost:
+            raise TaskferryError(
+                f"sample {lost[0]}: nothing of its answer fits in {max_length} tokens: raise --max-length (max_length)"
+            )
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         return Batch(inputs, None, tuple(chosen), {"tokens": spans})
 
@@ -109,8 +121,10 @@ def _render(tokenizer: Any, segments: Sequence[Segment]) -> tuple[str, list[_Pla
         messages = [{"role": s.role, "content": s.text} for s in segments]
         text = tokenizer.apply_chat_template(messages, tokenize=False)
     places, at, origin = [], 0, 1  # an origin of 0 would look like a special token's empty span
-    for segment in segments:
+    for i, segment in enumerate(segments):
         content = segment.text if segment.role is None else segment.text.strip()
+        if segment.role is not None:
+            at = max(at, _opening(tokenizer, text, segments[:i], segment.role))
         start = text.find(content, at)
         if start < 0:
             raise TaskferryError("a chat template changes the text of a message: its tokens cannot be paired")
@@ -119,13 +133,27 @@ def _render(tokenizer: Any, segments: Sequence[Segment]) -> tuple[str, list[_Pla
     return text, places
 
 
-def _encode(tokenizer: Any, texts: list[str], max_length: int, chat: bool = False) -> dict[str, Tensor]:
+def _opening(tokenizer: Any, text: str, before: Sequence[Segment], role: str) -> int:
+    """Where a message's own text can begin: behind what comes before it and the mark of its role.
+
+    A short answer ("a") may stand inside the mark itself ("assistant").
+    """
+    messages = [{"role": s.role, "content": s.text} for s in before]
+    empty = tokenizer.apply_chat_template([*messages, {"role": role, "content": ""}], tokenize=False)
+    return next((i for i, (a, b) in enumerate(zip(text, empty, strict=False)) if a != b), min(len(text), len(empty)))
+
+
+def _encode(
+    tokenizer: Any, texts: list[str], max_length: int, chat: bool = False, keep_end: bool = False
+) -> dict[str, Tensor]:
     if not getattr(tokenizer, "is_fast", False):
         raise TaskferryError("a fast tokenizer is needed, for its character offsets: this model has none")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return dict(
-        tokenizer(
+    # Of a prompt and its answer the end matters: cut the beginning.
+    side, tokenizer.truncation_side = tokenizer.truncation_side, "left" if keep_end else "right"
+    try:
+        encoded = tokenizer(
             texts,
             padding=True,
             truncation=True,
@@ -134,7 +162,9 @@ def _encode(tokenizer: Any, texts: list[str], max_length: int, chat: bool = Fals
             return_offsets_mapping=True,
             add_special_tokens=not chat,  # a chat template writes its own
         )
-    )
+    finally:
+        tokenizer.truncation_side = side
+    return dict(encoded)
 
 
 def _spans(offsets: Tensor, places: Sequence[Sequence[_Place]]) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ from taskferry.taskvector import Delta, LowRank, TaskVector, match_names
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+REBASING = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that rewrite the base
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 
@@ -123,6 +124,8 @@ def write_adapter(
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     prefix = f"{target.prefix}." if like is not None and like.prefix and target.prefix else ""
+    if any(name.startswith(prefix) for name in tau.deltas):
+        prefix = ""  # the target has a head itself: its names have the prefix already
     dtype = torch.float32 if like is None else like.dtype
     for name, delta in tau.deltas.items():
         if not isinstance(delta, LowRank) or name not in target.linear:
@@ -171,6 +174,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise TaskferryError(
             f"{folder} is a DoRA adapter: its magnitudes rescale the base's own weights, so it is no low-rank change; "
             "merge it into its base and move the full fine-tune"
+        )
+    start = str(config.get("init_lora_weights")).lower()
+    if start.startswith(REBASING) or config.get("loftq_config"):
+        raise TaskferryError(
+            f"{folder} was initialised with {start}, which changes the base's own weights, so its factors are no "
+            "change of the base; convert it to a plain LoRA with PEFT, or merge it and move the full fine-tune"
         )
     for name, kinds in (("r", int), ("lora_alpha", (int, float))):
         value = config.get(name)

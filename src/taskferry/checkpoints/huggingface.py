@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from taskferry.checkpoints.loaded import Loaded
@@ -46,7 +47,11 @@ def load(where: str, like: nn.Module | None) -> tuple[nn.Module, Path, set[str],
     architectures = _read_json(folder / "config.json").get("architectures") or ["AutoModel"]
     cls = type(like) if like is not None else getattr(transformers, str(architectures[0]), transformers.AutoModel)
     model, info = _from_pretrained(cls, folder, "float32")
-    return model, folder, set(info["missing_keys"]), {"unexpected": sorted(info["unexpected_keys"])}
+    stored = getattr(torch, str(model.config.dtype or "float32").removeprefix("torch."), torch.float32)
+    names = _read_json(folder / "config.json")
+    stored = getattr(torch, str(names.get("dtype") or names.get("torch_dtype") or "float32"), stored)
+    extra = {"unexpected": sorted(info["unexpected_keys"]), "dtype": stored}
+    return model, folder, set(info["missing_keys"]), extra
 
 
 def write(target: Loaded, tau: TaskVector, scale: float, folder: Path) -> None:
@@ -66,8 +71,13 @@ def copy_side_files(source: Path, folder: Path) -> None:
     """Configuration, tokenizer, processor, templates; no weights and no card, those are this output's own."""
     for file in sorted(source.iterdir()):
         skip = file.name in ("README.md", "taskferry.json", "taskferry.yaml") or any(file.match(w) for w in _WEIGHTS)
-        if file.is_file() and not skip and not file.name.startswith("."):
+        if file.name.startswith(".") or skip:
+            continue
+        if file.is_file():
             shutil.copyfile(file, folder / file.name)
+        elif (file / "config.json").is_file():  # sentence-transformers keeps its pooling in such a folder
+            (folder / file.name).mkdir()
+            copy_side_files(file, folder / file.name)
 
 
 def tokenizer(loaded: Loaded) -> Any:

@@ -70,7 +70,7 @@ def load_tuned(given: str, base: Loaded) -> Tuned:
         if path.suffix == ".safetensors" and (found := _saved_task_vector(path)) is not None:
             return Tuned(found)
         if is_state_file(path):
-            return Tuned(_from_state(path, base.model))
+            return _from_state(path, base.model)
         raise TaskferryError(f"{given} is no tuned model: a folder, a .safetensors or a .pt state file is needed")
     tuned = load_model(given, like=base.model)
     if type(tuned.model) is not type(base.model):
@@ -78,17 +78,26 @@ def load_tuned(given: str, base: Loaded) -> Tuned:
             f"{given} is a {type(tuned.model).__name__}, the base a {type(base.model).__name__}: give the base model "
             "that was tuned"
         )
-    names, base_names = ({n for n, _ in m.named_parameters()} for m in (tuned.model, base.model))
-    lost = sorted((tuned.absent | (base_names - names)) - base.absent)
-    if lost or names - base_names:
+    after, before = (dict(m.named_parameters()) for m in (tuned.model, base.model))
+    shared = {n for n in before if n in after and n not in base.absent and n not in tuned.absent}
+    reshaped = {n for n in shared if before[n].shape != after[n].shape}
+    # Heads may differ, they are never moved; a block or an embedding that differs means another base.
+    lost = sorted(n for n in (set(before) - shared - base.absent) | reshaped if in_body(n))
+    strange = sorted(n for n in set(after) - set(before) if in_body(n))
+    if lost or strange:
         raise TaskferryError(
-            f"{given} lacks {len(lost)} parameters of the base and has {len(names - base_names)} others "
-            f"({', '.join([*lost, *sorted(names - base_names)][:3])} …): give the base model that was tuned"
+            f"{given} lacks {len(lost)} parameters of the base and has {len(strange)} others "
+            f"({', '.join([*lost, *strange][:3])} …): give the base model that was tuned"
         )
-    keep = {name: p for name, p in tuned.model.named_parameters() if name not in base.absent}
-    tau = TaskVector.between({n: p for n, p in base.model.named_parameters() if n in keep}, keep)
-    ignored = dict.fromkeys(tuned.extra.get("unexpected", ()), "the base has no such parameter (a task head)")
-    return Tuned(tau, None, ignored)
+    keep = shared - reshaped
+    tau = TaskVector.between({n: before[n] for n in before if n in keep}, {n: after[n] for n in keep})
+    heads = [*tuned.extra.get("unexpected", ()), *sorted(set(after) - set(before)), *sorted(reshaped)]
+    return Tuned(tau, None, dict.fromkeys(heads, "a task head that the base does not have in this form"))
+
+
+def in_body(name: str) -> bool:
+    """Whether a parameter belongs to a block or an embedding, not to a head or pooler."""
+    return any(part.isdigit() for part in name.split(".")) or "embed" in name
 
 
 def write_model(target: Loaded, tau: TaskVector, scale: float, folder: Path) -> None:
@@ -103,7 +112,7 @@ def _saved_task_vector(path: Path) -> TaskVector | None:
         return None
 
 
-def _from_state(path: Path, base: nn.Module) -> TaskVector:
+def _from_state(path: Path, base: nn.Module) -> Tuned:
     """A state file may hold only what was trained; what it holds must fit the base."""
     state = read_state(path)
     parameters = dict(base.named_parameters())
@@ -125,7 +134,8 @@ def _from_state(path: Path, base: nn.Module) -> TaskVector:
         change: Tensor = after.to(torch.promote_types(before.dtype, torch.float32)) - before
         if bool(change.any()):
             deltas[base_name] = change
-    return TaskVector(deltas)
+    ignored = dict.fromkeys((n for n in state if n not in names), "the base has no such parameter")
+    return Tuned(TaskVector(deltas), None, ignored)
 
 
 def _known(name: str, parameters: dict[str, nn.Parameter]) -> bool:

@@ -43,7 +43,8 @@ def load(where: str, like: nn.Module | None) -> tuple[nn.Module, Path | None, se
         cls = open_clip.CustomTextCLIP if config["model_cfg"].get("custom_text") else open_clip.CLIP
         arguments = {k: v for k, v in config["model_cfg"].items() if k != "custom_text"}
         model = cls(**arguments)
-        missing = model.load_state_dict(read_state(weights), strict=False)
+        state = read_state(weights)
+        missing = model.load_state_dict(state, strict=False)
     except (RuntimeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, TaskferryError):
             raise
@@ -51,7 +52,17 @@ def load(where: str, like: nn.Module | None) -> tuple[nn.Module, Path | None, se
     lost = [key for key in missing.missing_keys if not key.endswith("attn_mask")]
     if lost:
         raise TaskferryError(f"{weights} lacks {len(lost)} parameters of {name} ({', '.join(lost[:3])} …)")
-    return model.float(), folder, set(), {"config": config, "weights": weights, "name": name}
+    return (
+        model.float(),
+        folder,
+        set(),
+        {
+            "config": config,
+            "weights": weights,
+            "name": name,
+            "dtype": next(t.dtype for t in state.values() if t.is_floating_point()),
+        },
+    )
 
 
 def write(target: Loaded, tau: TaskVector, scale: float, folder: Path) -> None:
@@ -64,6 +75,12 @@ def write(target: Loaded, tau: TaskVector, scale: float, folder: Path) -> None:
 def tokenizer(loaded: Loaded) -> Any:
     """OpenCLIP's tokenizer for this model: a function from texts to token ids."""
     open_clip = _import()
+    text = loaded.extra["config"]["model_cfg"]["text_cfg"]
+    other = [key for key in ("hf_tokenizer_name", "tokenizer_kwargs") if text.get(key)]
+    if other:
+        raise TaskferryError(
+            f"{loaded.given} has a tokenizer of its own ({other[0]}), which a zero-shot head cannot use yet"
+        )
     length = int(loaded.extra["config"]["model_cfg"]["text_cfg"].get("context_length", 77))
     return open_clip.SimpleTokenizer(context_length=length)
 

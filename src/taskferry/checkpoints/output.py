@@ -14,7 +14,10 @@ from taskferry.errors import TaskferryError
 
 
 def check_free(out: Path) -> None:
-    """Refuse an output that exists, before any work is done."""
+    """Refuse an output that exists or cannot exist, before any work is done."""
+    above = next((p for p in out.absolute().parents if p.exists()), None)
+    if above is not None and not above.is_dir():
+        raise TaskferryError(f"{above} is a file, so {out} cannot be written: give another --out")
     if out.exists() or out.is_symlink():
         raise TaskferryError(f"{out} exists: give another --out, or remove it")
 
@@ -53,8 +56,8 @@ def _disk_full(out: Path) -> Iterator[None]:
             raise TaskferryError(
                 f"the disk is full, nothing was written to {out}: free room, or give another --out"
             ) from error
-        if isinstance(error, PermissionError):
-            raise TaskferryError(f"{out} cannot be written: {error}") from error
+        if isinstance(error, OSError):
+            raise TaskferryError(f"{out} cannot be written: {error.strerror or error}; give another --out") from error
         raise
 
 

@@ -20,7 +20,10 @@ def owns(where: str) -> bool:
     config = Path(where) / "config.json"
     if not config.is_file():
         return False
-    data = json.loads(config.read_text(encoding="utf-8"))
+    try:
+        data = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # the next format says what is wrong with it
     return isinstance(data, dict) and "architecture" in data and "model_type" not in data
 
 
@@ -31,7 +34,8 @@ def load(where: str, like: nn.Module | None) -> tuple[nn.Module, Path, set[str],
         model = timm.create_model(f"local-dir:{where}", pretrained=True)
     except (RuntimeError, ValueError, FileNotFoundError, KeyError) as error:
         raise TaskferryError(f"{where} does not load with timm: {str(error).splitlines()[0]}") from error
-    return model.float(), Path(where), set(), {}
+    stored = next(iter(read_state(_weights(Path(where))).values())).dtype
+    return model.float(), Path(where), set(), {"dtype": stored}
 
 
 def write(target: Loaded, tau: TaskVector, scale: float, folder: Path) -> None:

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from taskferry.cli import apply, bench, diff, doctor, fit, inspect, transfer
+from taskferry.cli.screen import plain
 from taskferry.errors import TaskferryError
 from taskferry.version import __version__
 
@@ -56,7 +57,7 @@ def main() -> None:
         if code == INTERRUPTED:
             raise KeyboardInterrupt
     except TaskferryError as error:
-        console.print(f"[bold red]taskferry:[/] {_plain(str(error))}")
+        console.print(f"[bold red]taskferry:[/] {plain(error)}")
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         console.print("[bold red]taskferry:[/] interrupted; nothing was written")
@@ -67,10 +68,3 @@ def main() -> None:
         error.show()  # a word that is no option: the command line's own message
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _plain(text: str) -> str:
-    """No markup and no control characters from a file's name or content."""
-    from rich.markup import escape
-
-    return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in text))

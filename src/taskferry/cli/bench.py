@@ -6,11 +6,10 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
-from taskferry.cli.screen import print_json
+from taskferry.cli.screen import plain, print_json
 from taskferry.comparing import compare
 from taskferry.methods import methods
 from taskferry.settings import CompareSettings, load_settings
@@ -32,7 +31,7 @@ def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as
 
     def tell(row: str, score: float) -> None:
         if not (quiet or as_json):
-            console.print(f"[dim]{escape(row):>24}[/]  {score:.2f}")
+            console.print(f"[dim]{plain(row):>24}[/]  {score:.2f}")
 
     result = compare(settings, tell)
     if settings.out is not None:
@@ -54,7 +53,7 @@ def show(as_json: Json = False) -> None:
     for column in ("method", "setting", "default", "what it does"):
         table.add_column(column)
     for name, found in known.items():
-        table.add_row(f"[bold]{name}[/]", "", "", escape(found.summary))
+        table.add_row(f"[bold]{name}[/]", "", "", plain(found.summary))
         for setting, (_, default, text) in found.settings.items():
-            table.add_row("", setting, escape(str(default)), escape(text))
+            table.add_row("", setting, plain(str(default)), plain(text))
     Console(highlight=False).print(table)

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from taskferry.cli.options import Json
-from taskferry.cli.screen import print_json
+from taskferry.cli.screen import plain, print_json
 from taskferry.pipeline import difference
 
 
@@ -29,4 +29,4 @@ def run(
     if as_json:
         print_json({"written": str(out), "parameters": len(tau), "norm": tau.norm()})
     else:
-        Console(highlight=False).print(f"{len(tau)} changed parameters, norm {tau.norm():.4g}, in {out}", markup=False)
+        Console(highlight=False).print(f"{len(tau)} changed parameters, norm {tau.norm():.4g}, in {plain(out)}")

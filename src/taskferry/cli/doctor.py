@@ -9,11 +9,10 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from taskferry.checkpoints import load_model
 from taskferry.cli.options import Json
-from taskferry.cli.screen import print_json
+from taskferry.cli.screen import plain, print_json
 from taskferry.finding import find_sites
 from taskferry.pairing import pair_sites
 
@@ -23,6 +22,7 @@ EXTRAS = {
     "timm": "timm",
     "peft": "peft",
     "datasets": "data",
+    "scipy": "methods",
     "matplotlib": "report",
     "ray": "fleet",
 }
@@ -45,7 +45,7 @@ def run(
         return
     console = Console(highlight=False)
     for name, value in report.items():
-        console.print(f"[cyan]{name:>14}[/]  {escape(str(value))}")
+        console.print(f"[cyan]{name:>14}[/]  {plain(str(value))}")
 
 
 def examine(source: str | None, target: str | None) -> dict[str, Any]:

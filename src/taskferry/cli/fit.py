@@ -8,7 +8,7 @@ import typer
 
 from taskferry.card import site_table
 from taskferry.cli.options import DryRun, Json, Quiet, YamlFile, with_settings
-from taskferry.cli.screen import Screen, print_json
+from taskferry.cli.screen import Screen, plain, print_json
 from taskferry.pipeline import fit_alignment
 from taskferry.settings import FitSettings, load_settings
 
@@ -23,7 +23,7 @@ def run(
 ) -> None:
     """Fit the maps between two base models and save them as one alignment file."""
     settings = load_settings(FitSettings, config, given)
-    screen = Screen(quiet=quiet, as_json=as_json)
+    screen = Screen(quiet=quiet, as_json=as_json, show_plan=dry_run)
     with screen.bars():
         alignment = fit_alignment(settings, reporter=screen, dry_run=dry_run)
     if alignment is None:
@@ -31,5 +31,7 @@ def run(
     if as_json:
         print_json({"written": str(settings.out), "provenance": alignment.provenance, "sites": site_table(alignment)})
     elif not quiet:
-        screen.console.print(f"\n[bold green]fitted[/] {len(alignment.pairs)} pairs of sites into {settings.out}")
-        screen.console.print(f"[bold]next[/]   taskferry apply {settings.out} my-lora --out my-lora-moved")
+        screen.console.print(
+            f"\n[bold green]fitted[/] {len(alignment.pairs)} pairs of sites into {plain(settings.out)}"
+        )
+        screen.console.print(f"[bold]next[/]   taskferry apply {plain(settings.out)} my-lora --out my-lora-moved")

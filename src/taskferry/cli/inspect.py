@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from taskferry.alignment import Alignment
 from taskferry.card import site_table
-from taskferry.checkpoints import load_model
+from taskferry.checkpoints import is_adapter, load_model
+from taskferry.checkpoints.states import read_state
 from taskferry.cli.options import Json
-from taskferry.cli.screen import print_json
+from taskferry.cli.screen import plain, print_json
 from taskferry.errors import TaskferryError
 from taskferry.finding import find_sites
 from taskferry.taskvector import LowRank, TaskVector
@@ -36,12 +36,12 @@ def run(
         print_json({"what": title, "rows": rows})
         return
     console = Console(highlight=False)
-    console.print(f"[bold]{escape(title)}[/]")
+    console.print(f"[bold]{plain(title)}[/]")
     table = Table(box=None, pad_edge=False, header_style="cyan")
     for column in rows[0] if rows else ():
         table.add_column(column.replace("_", " "))
     for row in rows:
-        table.add_row(*(escape("" if value is None else str(value)) for value in row.values()))
+        table.add_row(*(plain("" if value is None else str(value)) for value in row.values()))
     console.print(table)
 
 
@@ -49,9 +49,14 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
     """A title and a table."""
     path = Path(given)
     if (path / "taskferry.json").is_file():
-        record = json.loads((path / "taskferry.json").read_text(encoding="utf-8"))
-        rows = [{k: row[k] for k in ("parameter", "status", "reason")} for row in record["coverage"]["rows"]]
-        return str(record["verdict"]["sentence"]), rows
+        try:
+            record = json.loads((path / "taskferry.json").read_text(encoding="utf-8"))
+            rows = [{k: row[k] for k in ("parameter", "status", "reason")} for row in record["coverage"]["rows"]]
+            return str(record["verdict"]["sentence"]), rows
+        except (ValueError, KeyError, TypeError) as error:
+            raise TaskferryError(f"{path / 'taskferry.json'} is no record of taskferry: {error!r}") from error
+    if is_adapter(path):
+        return _adapter(path)
     if path.is_file():
         for kind, reader in (("alignment", Alignment.load), ("task vector", TaskVector.load)):
             try:
@@ -67,6 +72,17 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
     sites = find_sites(model)
     columns = ("name", "stack", "block", "role", "shape", "fixed")
     return f"{type(model).__name__}: {len(sites)} sites", [{c: getattr(site, c) for c in columns} for site in sites]
+
+
+def _adapter(path: Path) -> tuple[str, list[dict[str, Any]]]:
+    """An adapter by itself: its settings, and the shapes of its factors."""
+    try:
+        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TaskferryError(f"{path}: adapter_config.json is no JSON: {error}") from error
+    state = read_state(path / "adapter_model.safetensors")
+    title = f"{config.get('peft_type')} adapter of rank {config.get('r')} for {config.get('base_model_name_or_path')}"
+    return title, [{"tensor": name, "shape": tuple(tensor.shape)} for name, tensor in state.items()]
 
 
 def _changes(tau: TaskVector) -> list[dict[str, Any]]:

@@ -92,6 +92,7 @@ def _metavar(annotation: Any) -> str | None:
         elif get_origin(option) is Literal:
             words.extend(map(str, get_args(option)))
         elif option is not type(None):
+            option = get_args(option)[0] if get_origin(option) is Annotated else option
             words.append({int: "N", float: "X", Path: "PATH"}.get(option, "TEXT"))
     return "|".join(words)
 

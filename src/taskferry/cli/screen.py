@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -16,14 +17,23 @@ from rich.table import Table
 from taskferry.pipeline import Outcome, Reporter
 from taskferry.plan import Plan
 
+
+def plain(text: object) -> str:
+    """Text from files and models as text: no markup, no control characters."""
+    return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in str(text)))
+
+
 _STEPS = {"capture": "forward and backward", "solve": "maps", "scale": "scale", "check": "checking the output"}
 
 
 class Screen(Reporter):
     """A reporter for a terminal; with `--json` or `--quiet` it stays silent."""
 
-    def __init__(self, *, quiet: bool = False, as_json: bool = False, console: Console | None = None) -> None:
+    def __init__(
+        self, *, quiet: bool = False, as_json: bool = False, show_plan: bool = False, console: Console | None = None
+    ) -> None:
         self.silent = quiet or as_json
+        self.show_plan = show_plan  # also as JSON, where there is nothing else to come
         self.as_json = as_json
         self.console = console or Console(highlight=False)
         self._progress: Progress | None = None
@@ -42,13 +52,15 @@ class Screen(Reporter):
 
     def plan(self, plan: Plan, lines: Mapping[str, str]) -> None:
         """A table with what will be done and what it will take."""
+        if self.as_json and self.show_plan:
+            print_json({"plan": {**dict(lines), **asdict(plan), "memory_bytes": plan.memory_bytes}})
         if self.silent:
             return
         table = Table(title="Plan", title_justify="left", show_header=False, box=None, pad_edge=False)
         table.add_column(style="cyan", no_wrap=True)
         table.add_column(overflow="fold")
         for name, value in lines.items():
-            table.add_row(name, escape(value))
+            table.add_row(name, plain(value))
         table.add_row("will move", f"{plan.pairs} linear maps of {plan.sites} in the target")
         table.add_row("memory", f"about {_bytes(plan.memory_bytes)} and the activations of one micro-batch")
         table.add_row("time", f"about {_seconds(plan.seconds)} here ({plan.tokens:,} tokens)")
@@ -70,12 +82,12 @@ class Screen(Reporter):
         if self.silent:
             return
         mark = "[bold green]moved[/]" if outcome.written is not None else "[bold yellow]refused[/]"
-        self.console.print(f"\n{mark}  {escape(outcome.sentence)}")
+        self.console.print(f"\n{mark}  {plain(outcome.sentence)}")
         for line in str(outcome.record["coverage_summary"]).splitlines()[1:]:
-            self.console.print(f"[dim]{escape(line)}[/]")
+            self.console.print(f"[dim]{plain(line)}[/]")
         for name, error in _worst(outcome.record.get("truncation", {})):
-            self.console.print(f"[dim]  cut to a LoRA: {escape(name)} loses {100 * error:.1f} % of its norm[/]")
-        self.console.print(f"[bold]next[/]   {escape(next_step)}")
+            self.console.print(f"[dim]  cut to a LoRA: {plain(name)} loses {100 * error:.1f} % of its norm[/]")
+        self.console.print(f"[bold]next[/]   {plain(next_step)}")
 
 
 def print_json(data: Any) -> None:

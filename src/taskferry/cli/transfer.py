@@ -24,7 +24,7 @@ def run(
 ) -> None:
     """Move a fine-tune (a full model or a LoRA) to another base model."""
     settings = load_settings(TransferSettings, config, given)
-    screen = Screen(quiet=quiet, as_json=as_json)
+    screen = Screen(quiet=quiet, as_json=as_json, show_plan=dry_run)
     with screen.bars():
         outcome = transfer(settings, command=command_line(), reporter=screen, dry_run=dry_run)
     if outcome is None:

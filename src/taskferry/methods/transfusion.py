@@ -22,6 +22,7 @@ from taskferry.methods import CannotMove, Job, method
 from taskferry.sites import Site
 from taskferry.taskvector import Delta, LowRank, TaskVector
 
+KNOWN = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.gate", "mlp.down", "patch", "proj", "pooler")
 Axis = tuple[str, int, Site | None, str]  # parameter, axis of the site's or parameter's own form, site, space
 
 
@@ -61,12 +62,17 @@ class Spaces:
         """The spaces of a transformer without rotary positions or norms inside heads."""
         if any("rotary" in type(module).__name__.lower() for module in model.modules()):
             raise CannotMove("transfusion cannot permute inside heads with rotary positions")
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise CannotMove("transfusion does not know the spaces of an encoder-decoder")
         family = family_of(model)
         sites = find_sites(model)
         spaces = cls()
         taken: set[str] = set()
-        heads = attention_heads(model)
         for site in sites:
+            if site.role not in KNOWN and (family.name != "timm" or site.fixed is None):
+                raise CannotMove(
+                    f"transfusion does not know the space that {site.name} reads: give the model without its head"
+                )
             stream = family.stream(model, site.name.partition("#")[0], "")
             block = f"{stream}.{site.block}"
             out, in_ = _spaces_of(site.role, block, f"{stream}.residual")
@@ -80,7 +86,7 @@ class Spaces:
             taken.add(site.weight)
             for space in (out, in_):
                 if space is not None and space.endswith((".qk", ".v")):
-                    spaces.heads[space] = (heads, block)
+                    spaces.heads[space] = (attention_heads(model, stream), block)
         for name, parameter in model.named_parameters():
             if name in taken or not parameter.ndim:
                 continue
@@ -118,15 +124,18 @@ def own_form(stored: Tensor, site: Site | None) -> Tensor:
     return site.read(stored.view(stored.shape[0], -1) if stored.ndim > 2 else stored)
 
 
-def attention_heads(model: nn.Module) -> int:
-    """Number of heads, from the configuration or the first attention module."""
+def attention_heads(model: nn.Module, stream: str) -> int:
+    """Number of heads of a tower, from its configuration or its first attention module."""
     config: Any = getattr(model, "config", None)
-    config = getattr(config, "vision_config", config)
+    config = getattr(config, f"{stream}_config", config)
     if hasattr(config, "num_attention_heads"):
         return int(config.num_attention_heads)
-    for module in model.modules():
+    tower: Any = model
+    if hasattr(model, "visual"):
+        tower = model.visual if stream == "vision" else getattr(model, "text", getattr(model, "transformer", model))
+    for module in tower.modules():
         if isinstance(getattr(module, "num_heads", None), int):
-            return int(module.num_heads)  # type: ignore[arg-type]
+            return int(module.num_heads)
     raise CannotMove("transfusion does not find the number of attention heads")
 
 
