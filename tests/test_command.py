@@ -240,7 +240,7 @@ def test_labels_from_the_teacher(world: Path, tmp_path: Path) -> None:
     assert "from the tuned source (teacher), because the data has none" in ran.out
     asked = pair(world, "llama", "qwen", "llama-full", "asked.jsonl")
     ran = taskferry("transfer", *asked, "--scale", 1, "--out", tmp_path / "two", "--json")
-    assert ran.json["calibration"]["labels"] == "completions of the tuned source (teacher)"
+    assert ran.json["calibration"]["labels"] == "12 completions of the tuned source (teacher)"
 
 
 def test_settings_from_yaml_and_the_plan(world: Path, tmp_path: Path) -> None:

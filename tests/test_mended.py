@@ -44,8 +44,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_adapter_s_prefix_is_not_doubled(world: Path, tmp_path: Path) -> None:
     """From a headless base to a target whose class has a head: PEFT must find every factor."""
-    taskferry("transfer", "--source-base", world / "bert", "--source-tuned", world / "lora", "--target-base", world / "masked",
-              "--calibration", world / "texts.jsonl", "--scale", 1, "--out", tmp_path / "moved")  # fmt: skip
+    taskferry("transfer", "--source-base", world / "bert", "--source-tuned", world / "lora", "--scale", 1,
+              "--target-base", world / "masked", "--calibration", world / "texts.jsonl",
+              "--out", tmp_path / "moved")  # fmt: skip
     target = transformers.BertForMaskedLM.from_pretrained(world / "masked")
     loaded = peft.PeftModel.from_pretrained(target, tmp_path / "moved")
     factors = [p for n, p in loaded.named_parameters() if "lora_B" in n]
@@ -141,8 +142,8 @@ def test_pairs_that_are_missing_in_some_rows_are_told(world: Path, tmp_path: Pat
         for i, (a, b) in enumerate(zip(TEXTS, SECOND, strict=True))
     ]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    ran = taskferry("transfer", "--source-base", world / "bert", "--source-tuned", world / "tuned", "--target-base",
-                    world / "wide", "--calibration", tmp_path / "data.jsonl", "--out", tmp_path / "x", code=2)  # fmt: skip
+    given = ["--source-base", world / "bert", "--source-tuned", world / "tuned", "--target-base", world / "wide"]
+    ran = taskferry("transfer", *given, "--calibration", tmp_path / "data.jsonl", "--out", tmp_path / "x", code=2)
     assert "1 of 12 rows have no text_pair" in ran.err
 
 
