@@ -16,9 +16,9 @@ from taskferry import Calibration, TaskferryError, TaskVector
 from taskferry.calibration.data import load_samples
 from taskferry.calibration.language import Segment, language_calibration
 from taskferry.checkpoints import Skeleton, load_model, load_tuned, read_adapter
+from taskferry.forms import check_output
 from taskferry.methods import CannotMove, Job, run
 from taskferry.methods.transfusion import Spaces
-from taskferry.pipeline import check_output
 from taskferry.preparing import complete
 from tests import folders
 from tests.command import taskferry

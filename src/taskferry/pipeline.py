@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from taskferry.alignment import Alignment
 from taskferry.card import hash_files, site_table, write_card, write_record
 from taskferry.checkpoints import (
-    Adapter,
     Loaded,
     Skeleton,
     Tuned,
@@ -27,19 +25,17 @@ from taskferry.checkpoints import (
     write_adapter,
     write_model,
 )
-from taskferry.checkpoints.lowrank import compress
 from taskferry.checkpoints.output import check_free, staged_folder
 from taskferry.coverage import Coverage
 from taskferry.errors import TaskferryError
 from taskferry.fitting import fit, hash_parameters
+from taskferry.forms import FORMS, check_output, in_form, is_low_rank, output_kind, write_form
 from taskferry.methods import Job, find
 from taskferry.plan import Plan, make_plan
 from taskferry.preparing import Prepared, prepare
 from taskferry.scale import ScaleCurve, calibration_loss, moved_by, scale_on_calibration
-from taskferry.settings import ApplySettings, FitSettings, OutputSettings, TransferSettings, dump_settings
-from taskferry.taskvector import Delta, LowRank, TaskVector, match_names
-
-_FORMS = {"lora": "a LoRA adapter", "model": "a full model", "task-vector": "a task vector"}
+from taskferry.settings import ApplySettings, FitSettings, TransferSettings, dump_settings
+from taskferry.taskvector import TaskVector
 
 
 class Reporter:
@@ -76,7 +72,7 @@ def transfer(
     tuned = load_tuned(settings.source_tuned, source)
     if not len(tuned.tau):
         raise TaskferryError(f"{settings.source_tuned} does not differ from {settings.source_base}: nothing to move")
-    kind = _output_kind(settings, tuned.adapter)
+    kind = output_kind(settings, tuned.adapter)
     prepared = prepare(settings, source, target, settings.source_tuned)
     plan = make_plan(source.model, target.model, prepared.calibration, tuned.tau.deltas.keys())
     reporter.plan(plan, _plan_lines(settings, tuned, prepared, kind))
@@ -85,13 +81,10 @@ def transfer(
     moved, provenance, sites = _move(settings, own, source, target, tuned, prepared, reporter)
     if not len(moved):
         raise TaskferryError(f"nothing of {settings.source_tuned} moved: {_summary(moved)}")
-    if kind == "lora" and settings.rank is None and settings.energy is None and not _low_rank(moved):
-        raise TaskferryError(
-            f"the method {settings.method} makes a dense change of a LoRA: write it with --as-model, or cut it with "
-            "--as-lora --rank 32"
-        )
+    if kind == "lora" and settings.rank is None and settings.energy is None and not is_low_rank(moved):
+        raise TaskferryError(f"the method {settings.method} makes a dense change of a LoRA: write it with --as-model")
     # Cut first: the scale and the verdict are those of what is written.
-    final, extra = _in_form(settings, kind, moved)
+    final, extra = in_form(settings, kind, moved)
     loss = prepared.objectives[1].bind(target.model, prepared.calibration.side(1))
     curve = _scale(settings, target, final, loss, prepared, reporter)
     record = {
@@ -115,7 +108,7 @@ def transfer(
         return Outcome(_with_coverage(record, final), None)
     final = curve.best * final
     with staged_folder(settings.out) as folder:
-        _write(kind, final, target, tuned.adapter, settings.target_base, folder)
+        write_form(kind, final, target, tuned.adapter, settings.target_base, folder)
         _finish(folder, _with_coverage(record, final), dump_settings(settings), adapter=kind == "lora")
         reporter.step("check", 0, 1)
         check_output(folder, kind, final, target)
@@ -145,13 +138,13 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
     check_free(settings.out)
     alignment = Alignment.load(settings.alignment)
     tuned = _tuned_for(settings, alignment)
-    kind = _output_kind(settings, tuned.adapter)
+    kind = output_kind(settings, tuned.adapter)
     moved = alignment.apply(tuned.tau)
     if not len(moved):
         raise TaskferryError(f"nothing of {settings.source_tuned} moved: {_summary(moved)}")
     if kind == "model" and settings.target_base is None:
         raise TaskferryError("a full model needs its base: give --target-base, or --as-task-vector")
-    final, extra = _in_form(settings, kind, settings.scale * moved)
+    final, extra = in_form(settings, kind, settings.scale * moved)
     count = len(moved.coverage.moved()) if moved.coverage else len(moved)
     sentence = f"{count} parameters moved at scale {settings.scale:g}; the loss was not looked at."
     record = {
@@ -191,33 +184,6 @@ def difference(base: str, tuned: str, out: Path) -> TaskVector:
         raise TaskferryError(f"{tuned} does not differ from {base}")
     tau.save(out)
     return tau
-
-
-def check_output(folder: Path, kind: str, final: TaskVector, target: Loaded) -> None:
-    """Load what was written and compare it with what was meant, up to the rounding of its precision."""
-    if kind == "task-vector":
-        _compare(TaskVector.load(folder / "task_vector.safetensors").dense().deltas, final.dense().deltas, 0.0)
-        return
-    if kind == "lora":
-        adapter = read_adapter(folder, Skeleton.of(target.model))
-        _compare(adapter.tau.dense().deltas, final.dense().deltas, 16 * torch.finfo(adapter.dtype).eps)
-        return
-    written = dict(load_model(str(folder), like=target.model).model.named_parameters())
-    base = dict(target.model.named_parameters())
-    names = match_names(final.deltas, base)
-    meant = {names[n]: base[names[n]].detach() + d.to(base[names[n]]) for n, d in final.dense().deltas.items()}  # type: ignore[union-attr]
-    precision = torch.finfo(target.extra.get("dtype", torch.float32)).eps
-    _compare({name: written[name].detach() for name in meant}, meant, 2 * precision)
-
-
-def _compare(written: Mapping[str, Delta], meant: Mapping[str, Delta], precision: float) -> None:
-    for name, value in meant.items():
-        found = written.get(name)
-        if not isinstance(found, Tensor) or not isinstance(value, Tensor) or found.shape != value.shape:
-            raise TaskferryError(f"{name} was not written as it was meant: nothing was kept")
-        error = float((found - value.to(found)).abs().max())
-        if not error <= precision * float(value.abs().max()) + 1e-7:
-            raise TaskferryError(f"{name} was written with an error of {error:.3g}: nothing was kept")
 
 
 def _load_pair(source: str, target: str, device: str) -> tuple[Loaded, Loaded]:
@@ -286,18 +252,6 @@ def _move(
     moved = find(settings.method).function(job, **own)
     objectives = [objective.describe() for objective in prepared.objectives]
     return moved, {"method": settings.method, "settings": dict(own), "objective": objectives}, []
-
-
-def _output_kind(settings: OutputSettings, adapter: Adapter | None) -> str:
-    if settings.as_task_vector:
-        return "task-vector"
-    if settings.as_model:
-        return "model"
-    if adapter is not None and (settings.rank is not None or settings.energy is not None):
-        raise TaskferryError("a LoRA keeps its rank exactly: leave --rank and --energy out")
-    if settings.as_lora and adapter is None and settings.rank is None and settings.energy is None:
-        raise TaskferryError("--as-lora of a full fine-tune needs --rank 32 or --energy 0.95")
-    return "lora" if adapter is not None or settings.as_lora else "model"
 
 
 def _tuned_for(settings: ApplySettings, alignment: Alignment) -> Tuned:
@@ -369,26 +323,6 @@ def _verdict(curve: ScaleCurve, moved: TaskVector) -> dict[str, Any]:
     }
 
 
-def _low_rank(tau: TaskVector) -> bool:
-    return all(isinstance(delta, LowRank) for delta in tau.deltas.values())
-
-
-def _in_form(settings: OutputSettings, kind: str, tau: TaskVector) -> tuple[TaskVector, dict[str, Any]]:
-    if kind != "lora" or (settings.rank is None and settings.energy is None):
-        return tau, {}
-    low, errors, lost = compress(tau, rank=settings.rank, energy=settings.energy)
-    return low, {"truncation": errors, "not_in_the_lora": lost}
-
-
-def _write(kind: str, tau: TaskVector, target: Loaded, adapter: Adapter | None, base: str, folder: Path) -> None:
-    if kind == "lora":
-        write_adapter(folder, tau, Skeleton.of(target.model), base_name=base, like=adapter)
-    elif kind == "task-vector":
-        tau.save(folder / "task_vector.safetensors")
-    else:
-        write_model(target, tau, 1.0, folder)
-
-
 def _finish(folder: Path, record: Mapping[str, Any], yaml: str, *, adapter: bool) -> None:
     write_record(folder, record)
     (folder / "taskferry.yaml").write_text(yaml, encoding="utf-8")
@@ -416,5 +350,5 @@ def _plan_lines(settings: TransferSettings, tuned: Tuned, prepared: Prepared, ki
         "method": " ".join([settings.method, *(f"{k}={v}" for k, v in settings.method_settings.items())]),
         "objective": prepared.objectives[1].describe(),
         "scale": "chosen on the samples" if settings.scale == "auto" else f"{settings.scale:g}",
-        "output": f"{_FORMS[kind]} in {settings.out}",
+        "output": f"{FORMS[kind]} in {settings.out}",
     }
