@@ -88,6 +88,18 @@ def method(function: Callable[..., TaskVector]) -> Callable[..., TaskVector]:
     return function
 
 
+def need_equal_shapes(name: str, job: Job) -> None:
+    """Refuse a pair whose parameters do not all have the same names and shapes."""
+    A, B = ({n: tuple(p.shape) for n, p in m.named_parameters()} for m in (job.source, job.target))
+    for parameter in [*B, *A]:
+        if A.get(parameter) != B.get(parameter):
+            shapes = [str(side.get(parameter, "no such parameter")) for side in (A, B)]
+            raise CannotMove(
+                f"{name} needs models of equal shape: {parameter} is {shapes[0]} in the source, "
+                f"{shapes[1]} in the target"
+            )
+
+
 def methods() -> dict[str, Method]:
     """All methods by name."""
     for module in pkgutil.iter_modules(__path__):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from taskferry.calibration.batch import Batch
 from taskferry.capture import Loss, device_of
 from taskferry.coverage import Coverage, Row
-from taskferry.methods import CannotMove, Job, method
+from taskferry.methods import Job, method, need_equal_shapes
 from taskferry.taskvector import Delta, LowRank, TaskVector
 
 
@@ -26,13 +26,8 @@ def gradfix(
 
     Needs equal shapes. An entry stays where it points against the gradient of the target's loss on the calibration set.
     """
+    need_equal_shapes("gradfix", job)
     parameters = dict(job.target.named_parameters())
-    for name, delta in job.tau.deltas.items():
-        if name not in parameters or tuple(parameters[name].shape) != tuple(delta.shape):
-            found = tuple(parameters[name].shape) if name in parameters else "no such parameter"
-            raise CannotMove(
-                f"gradfix needs models of equal shape: {name} is {tuple(delta.shape)}, the target has {found}"
-            )
     direction = descent_signs(job.target, job.target_loss(), job.calibration.side(1), list(job.tau.deltas), vote)
     deltas: dict[str, Delta] = {}
     rows = []

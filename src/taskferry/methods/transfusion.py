@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from taskferry.coverage import Coverage, Row
 from taskferry.families import family_of
 from taskferry.finding import find_sites
-from taskferry.methods import CannotMove, Job, method
+from taskferry.methods import CannotMove, Job, method, need_equal_shapes
 from taskferry.sites import Site
 from taskferry.taskvector import Delta, LowRank, TaskVector
 
@@ -30,12 +30,7 @@ Axis = tuple[str, int, Site | None, str]  # parameter, axis of the site's or par
 def transfusion(job: Job, *, iterations: Annotated[int, "rounds over all spaces, at most"] = 30) -> TaskVector:
     """Permute the source's units onto the target's, then add the permuted change. Needs no calibration set."""
     A, B = (dict(model.named_parameters()) for model in (job.source, job.target))
-    for name in B:
-        if name not in A or A[name].shape != B[name].shape:
-            found = tuple(A[name].shape) if name in A else "no such parameter"
-            raise CannotMove(
-                f"transfusion needs models of equal shape: {name} is {tuple(B[name].shape)}, the source has {found}"
-            )
+    need_equal_shapes("transfusion", job)
     spaces = Spaces.of(job.source)
     order = match_permutations(spaces, A, B, iterations)
     moved = spaces.permute({n: d.dense() if isinstance(d, LowRank) else d for n, d in job.tau.deltas.items()}, order)
