@@ -89,7 +89,8 @@ def test_a_lora_moves_and_loads_with_peft(
     for name, parameter in merged.items():
         change = parameter.detach() - weights[name]
         if name in dense.deltas:
-            assert relative(change, dense.deltas[name]) < 1e-4, name  # float32 sums of base and change
+            assert relative(parameter.detach(), weights[name] + dense.deltas[name]) < 1e-5, name
+            assert relative(change, dense.deltas[name]) < 1e-3, name  # what float32 sums leave of the change
         else:
             assert not bool(change.any()), name
     one, two = (load_file(tmp_path / d / "adapter_model.safetensors") for d in ("moved", "applied"))
