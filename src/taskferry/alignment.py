@@ -21,7 +21,7 @@ from taskferry.files import open_safetensors, write_safetensors
 from taskferry.procrustes import Map, bilinear
 from taskferry.sites import Site
 from taskferry.statistics import Quality
-from taskferry.taskvector import Delta, LowRank, TaskVector, match_names
+from taskferry.taskvector import Delta, LowRank, TaskVector, as_dense, match_names
 
 FORMAT = "taskferry alignment 1"
 NO_CHANGE = "the task vector does not change it"
@@ -87,10 +87,10 @@ class Alignment:
                 weight.miss(target)
             if target.bias is not None:
                 bias = assembly.setdefault(target.bias, _Assembly(self.target_parameters[target.bias]))
-                delta = deltas.get(source.bias or "", torch.empty(0))
-                if source.bias in deltas and isinstance(delta, Tensor):
-                    used.add(source.bias or "")
-                    bias.add(target, source.bias or "", R_out(source.read_bias(delta)[None])[0])
+                shift = None if source.bias is None else deltas.get(source.bias)
+                if source.bias is not None and isinstance(shift, Tensor):
+                    used.add(source.bias)
+                    bias.add(target, source.bias, R_out(source.read_bias(shift)[None])[0])
                 else:
                     bias.miss(target)
         moved = {name: part.delta() for name, part in assembly.items() if part.parts}
@@ -198,7 +198,7 @@ class _Assembly:
             return self._stored(first, self._pack_low_rank())
         # A packed matrix is put together in the orientation [out, …]; rows that did not move stay zero.
         out = self.shape[-1] if first.transposed else self.shape[0]
-        dense = [(site.rows or (0, 0), p.dense() if isinstance(p, LowRank) else p) for site, p in self.parts]
+        dense = [(site.rows or (0, 0), as_dense(p)) for site, p in self.parts]
         whole = dense[0][1].new_zeros(out, *dense[0][1].shape[1:])
         for (start, stop), part in dense:
             whole[start:stop] = part

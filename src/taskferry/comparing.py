@@ -79,12 +79,12 @@ def compare(settings: CompareSettings, tell: Callable[[str, float], None] | None
     rows = _rows(settings.methods)
     source, target = load_model(settings.source_base), load_model(settings.target_base)
     tau = load_tuned(settings.source_tuned, source).tau
+    test = _test_batches(settings, source, target)
     result = Comparison("", settings=settings.model_dump(mode="json"))
     for seed in range(settings.seed, settings.seed + settings.seeds):
         prepared = prepare(settings.model_copy(update={"seed": seed}), source, target, settings.source_tuned)
         objective = prepared.objectives[1]
         result.metric = "accuracy" if isinstance(objective, Classifier) else "loss"
-        test = _test_batches(settings, source, target)
         job = Job(source.model, target.model, tau, prepared.calibration, prepared.objectives)
 
         def keep(row: str, moved: TaskVector, started: float, scale: float = 1.0) -> None:

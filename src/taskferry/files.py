@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -43,6 +44,13 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
+    """Add a tensor's name, shape, type and bytes to a hash."""
+    value = tensor.detach().cpu().contiguous()
+    digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+    digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from taskferry.calibration.batch import Batch, Calibration
 from taskferry.capture import BICO, Side, Signals, collect, device_of
 from taskferry.coverage import reasons_to_keep
 from taskferry.errors import TaskferryError
+from taskferry.files import hash_tensor
 from taskferry.finding import find_sites
 from taskferry.objectives import ForwardOnly, Objective, as_objective, default_objective
 from taskferry.pairing import DepthRule, Pair, nearest_block, pair_sites
@@ -162,9 +163,7 @@ def hash_parameters(model: nn.Module) -> str:
     """sha256 over names, shapes, types and bytes of all parameters."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        value = parameter.detach().cpu().contiguous()
-        digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        hash_tensor(digest, name, parameter)
     return digest.hexdigest()
 
 

@@ -47,14 +47,19 @@ def in_form(settings: OutputSettings, kind: str, tau: TaskVector) -> tuple[TaskV
     return low, {"truncation": errors, "not_in_the_lora": lost}
 
 
-def write_form(kind: str, tau: TaskVector, target: Loaded, adapter: Adapter | None, base: str, folder: Path) -> None:
-    """Write it."""
+def write_form(
+    kind: str, tau: TaskVector, folder: Path, *, target: Loaded | Skeleton, adapter: Adapter | None, base: str
+) -> None:
+    """Write it; a full model needs the target itself, an adapter only its skeleton."""
     if kind == "lora":
-        write_adapter(folder, tau, Skeleton.of(target.model), base_name=base, like=adapter)
+        skeleton = target if isinstance(target, Skeleton) else Skeleton.of(target.model)
+        write_adapter(folder, tau, skeleton, base_name=base, like=adapter)
     elif kind == "task-vector":
         tau.save(folder / "task_vector.safetensors")
-    else:
+    elif isinstance(target, Loaded):
         write_model(target, tau, 1.0, folder)
+    else:
+        raise TaskferryError("a full model needs its base: give --target-base, or --as-task-vector")
 
 
 def check_output(folder: Path, kind: str, final: TaskVector, target: Loaded) -> None:

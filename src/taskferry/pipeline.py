@@ -22,8 +22,6 @@ from taskferry.checkpoints import (
     load_model,
     load_tuned,
     read_adapter,
-    write_adapter,
-    write_model,
 )
 from taskferry.checkpoints.output import check_free, staged_folder
 from taskferry.coverage import Coverage
@@ -104,16 +102,18 @@ def transfer(
         "ignored": dict(tuned.ignored),
         **extra,
     }
+    record = _with_coverage(record, final)
     if not curve.helps:
-        return Outcome(_with_coverage(record, final), None)
+        return Outcome(record, None)
     final = curve.best * final
     with staged_folder(settings.out) as folder:
-        write_form(kind, final, target, tuned.adapter, settings.target_base, folder)
-        _finish(folder, _with_coverage(record, final), dump_settings(settings), adapter=kind == "lora")
+        base = settings.target_base
+        write_form(kind, final, folder, target=target, adapter=tuned.adapter, base=base)
+        _finish(folder, record, dump_settings(settings), adapter=kind == "lora")
         reporter.step("check", 0, 1)
         check_output(folder, kind, final, target)
         reporter.step("check", 1, 1)
-    return Outcome(_with_coverage(record, final), settings.out)
+    return Outcome(record, settings.out)
 
 
 def fit_alignment(
@@ -157,20 +157,18 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
         "ignored": dict(tuned.ignored),
         **extra,
     }
-    target = None if settings.target_base is None or kind != "model" else load_model(settings.target_base)
-    if target is not None:
+    target: Loaded | Skeleton
+    if kind == "model" and settings.target_base is not None:
+        target = load_model(settings.target_base)
         _same_model(alignment, "target", target)
+    else:
+        sites = [pair.target for pair in alignment.pairs]
+        prefix = str(alignment.provenance["target"].get("prefix", ""))
+        target = Skeleton.from_sites(alignment.target_parameters, sites, prefix)
     with staged_folder(settings.out) as folder:
-        if kind == "lora":
-            sites = [pair.target for pair in alignment.pairs]
-            prefix = str(alignment.provenance["target"].get("prefix", ""))
-            skeleton = Skeleton.from_sites(alignment.target_parameters, sites, prefix)
-            write_adapter(folder, final, skeleton, base_name=settings.target_base or "", like=tuned.adapter)
-        elif kind == "task-vector":
-            final.save(folder / "task_vector.safetensors")
-        else:
-            write_model(target or load_model(str(settings.target_base)), final, 1.0, folder)
-        if target is not None:
+        base = settings.target_base or ""
+        write_form(kind, final, folder, target=target, adapter=tuned.adapter, base=base)
+        if isinstance(target, Loaded):
             check_output(folder, kind, final, target)
         _finish(folder, _with_coverage(record, moved), dump_settings(settings), adapter=kind == "lora")
     return Outcome(_with_coverage(record, moved), settings.out)

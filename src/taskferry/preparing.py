@@ -32,6 +32,7 @@ from taskferry.objectives import (
     Objective,
     Prototypes,
     ZeroShot,
+    is_language_model,
     teacher_labels,
 )
 from taskferry.settings import CalibrationSettings
@@ -97,9 +98,8 @@ def language_kind(source: Loaded, target: Loaded) -> str | None:
     """ "causal" or "sequence" for two language models, None for encoders."""
     kinds = []
     for loaded in (source, target):
-        name = type(loaded.model).__name__
-        sequence = name.endswith("ForConditionalGeneration")
-        kinds.append("sequence" if sequence else "causal" if name.endswith(("ForCausalLM", "LMHeadModel")) else None)
+        sequence = type(loaded.model).__name__.endswith("ForConditionalGeneration")
+        kinds.append(("sequence" if sequence else "causal") if is_language_model(loaded.model) else None)
     if kinds[0] != kinds[1]:
         raise TaskferryError(
             f"{source.given} is a {type(source.model).__name__}, {target.given} a {type(target.model).__name__}: "

@@ -18,7 +18,7 @@ from torch import nn
 
 from taskferry.calibration.batch import Batch
 from taskferry.capture import Loss, device_of, frozen
-from taskferry.taskvector import LowRank, TaskVector
+from taskferry.taskvector import TaskVector, as_dense
 
 LARGEST = 4.0
 START = (0.0, 1.0, 2.0, 0.5, 4.0)
@@ -105,7 +105,7 @@ def moved_by(model: nn.Module, tau: TaskVector) -> Iterator[Callable[[float], No
     @torch.no_grad()
     def set_scale(scale: float) -> None:
         for parameter, base, delta in moving:
-            change = delta.dense() if isinstance(delta, LowRank) else delta
+            change = as_dense(delta)
             parameter.copy_(base + scale * change.to(base.device))
 
     try:

@@ -64,6 +64,11 @@ class LowRank:
 Delta = Tensor | LowRank
 
 
+def as_dense(delta: Delta) -> Tensor:
+    """A change as one tensor."""
+    return delta.dense() if isinstance(delta, LowRank) else delta
+
+
 @dataclass(frozen=True)
 class TaskVector:
     """Changes by parameter name, as the model stores its parameters. Absent parameters do not change."""
@@ -132,14 +137,13 @@ class TaskVector:
 
     def dense(self) -> TaskVector:
         """The same with every low-rank change multiplied out."""
-        deltas = {n: d.dense() if isinstance(d, LowRank) else d for n, d in self.deltas.items()}
-        return TaskVector(deltas, self.coverage)
+        return TaskVector({name: as_dense(delta) for name, delta in self.deltas.items()}, self.coverage)
 
     @torch.no_grad()
     def add_to(self, model: nn.Module, scale: float = 1.0) -> nn.Module:
         """θ + scale · τ, in place (paper, equation 9); returns the model."""
         for parameter, delta in self.on(model):
-            change = delta.dense() if isinstance(delta, LowRank) else delta
+            change = as_dense(delta)
             # Half-precision weights are summed in float32 and rounded once.
             precision = torch.promote_types(torch.promote_types(parameter.dtype, change.dtype), torch.float32)
             parameter.copy_(parameter.to(precision) + scale * change.to(parameter.device, precision))
@@ -230,5 +234,4 @@ def _add(name: str, a: Delta, b: Delta) -> Delta:
         raise TaskferryError(f"{name}: cannot add changes of shapes {tuple(a.shape)} and {tuple(b.shape)}")
     if isinstance(a, LowRank) and isinstance(b, LowRank):
         return LowRank(torch.cat([a.left, b.left], 1), torch.cat([a.right, b.right], 0))
-    dense_a = a.dense() if isinstance(a, LowRank) else a
-    return dense_a + (b.dense() if isinstance(b, LowRank) else b)
+    return as_dense(a) + as_dense(b)

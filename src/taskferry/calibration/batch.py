@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from taskferry.errors import TaskferryError
+from taskferry.files import hash_tensor
 
 IGNORED = -100  # a label position that no loss counts, in torch and transformers alike
 
@@ -96,7 +97,5 @@ class Calibration:
             if batch.labels is not None:
                 tensors["labels of the batch"] = batch.labels
             for name in sorted(tensors):
-                value = tensors[name].detach().cpu().contiguous()
-                digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
-                digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+                hash_tensor(digest, name, tensors[name])
         return digest.hexdigest()

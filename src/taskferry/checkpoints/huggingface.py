@@ -44,12 +44,11 @@ def load(where: str, like: nn.Module | None) -> tuple[nn.Module, Path, set[str],
     transformers = _import("transformers")
     quiet(transformers)
     folder = Path(where)
-    architectures = _read_json(folder / "config.json").get("architectures") or ["AutoModel"]
+    config = _read_json(folder / "config.json")
+    architectures = config.get("architectures") or ["AutoModel"]
     cls = type(like) if like is not None else getattr(transformers, str(architectures[0]), transformers.AutoModel)
     model, info = _from_pretrained(cls, folder, "float32")
-    stored = getattr(torch, str(model.config.dtype or "float32").removeprefix("torch."), torch.float32)
-    names = _read_json(folder / "config.json")
-    stored = getattr(torch, str(names.get("dtype") or names.get("torch_dtype") or "float32"), stored)
+    stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
     extra = {"unexpected": sorted(info["unexpected_keys"]), "dtype": stored}
     return model, folder, set(info["missing_keys"]), extra
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from taskferry.errors import TaskferryError
-from taskferry.taskvector import LowRank, TaskVector, match_names
+from taskferry.taskvector import TaskVector, as_dense, match_names
 
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
@@ -58,7 +58,7 @@ def add_to_state(state: dict[str, Tensor], tau: TaskVector, scale: float) -> dic
     names = match_names(tau.deltas, state)
     changed = dict(state)
     for name, delta in tau.deltas.items():
-        change = delta.dense() if isinstance(delta, LowRank) else delta
+        change = as_dense(delta)
         before = state[names[name]]
         changed[names[name]] = (before.to(change.dtype) + scale * change).to(before.dtype)
     return changed

@@ -7,11 +7,12 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor, nn
 
+from taskferry.alignment import NO_CHANGE
 from taskferry.calibration.batch import Batch
 from taskferry.capture import Loss, device_of
 from taskferry.coverage import Coverage, Row
 from taskferry.methods import Job, method, need_equal_shapes
-from taskferry.taskvector import Delta, LowRank, TaskVector
+from taskferry.taskvector import Delta, TaskVector, as_dense
 
 
 @method
@@ -34,10 +35,10 @@ def gradfix(
     for name, parameter in parameters.items():
         shape = tuple(parameter.shape)
         if name not in job.tau.deltas:
-            rows.append(Row(name, shape, "kept", "the task vector does not change it"))
+            rows.append(Row(name, shape, "kept", NO_CHANGE))
             continue
         delta = job.tau.deltas[name]
-        change = delta.dense() if isinstance(delta, LowRank) else delta
+        change = as_dense(delta)
         deltas[name] = change * (change.sign() == direction[name].to(change))
         rows.append(Row(name, shape, "moved", "", (name,)))
     return TaskVector(deltas, Coverage(tuple(rows)))

@@ -15,12 +15,13 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
+from taskferry.alignment import NO_CHANGE
 from taskferry.coverage import Coverage, Row
 from taskferry.families import family_of
 from taskferry.finding import find_sites
 from taskferry.methods import CannotMove, Job, method, need_equal_shapes
 from taskferry.sites import Site
-from taskferry.taskvector import Delta, LowRank, TaskVector
+from taskferry.taskvector import Delta, TaskVector, as_dense
 
 KNOWN = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.gate", "mlp.down", "patch", "proj", "pooler")
 Axis = tuple[str, int, Site | None, str]  # parameter, axis of the site's or parameter's own form, site, space
@@ -33,12 +34,10 @@ def transfusion(job: Job, *, iterations: Annotated[int, "rounds over all spaces,
     need_equal_shapes("transfusion", job)
     spaces = Spaces.of(job.source)
     order = match_permutations(spaces, A, B, iterations)
-    moved = spaces.permute({n: d.dense() if isinstance(d, LowRank) else d for n, d in job.tau.deltas.items()}, order)
+    moved = spaces.permute({n: as_dense(d) for n, d in job.tau.deltas.items()}, order)
     deltas: dict[str, Delta] = {name: moved[name] for name in B if name in moved}
     rows = [
-        Row(n, tuple(p.shape), "moved", "", (n,))
-        if n in deltas
-        else Row(n, tuple(p.shape), "kept", "the task vector does not change it")
+        Row(n, tuple(p.shape), "moved", "", (n,)) if n in deltas else Row(n, tuple(p.shape), "kept", NO_CHANGE)
         for n, p in B.items()
     ]
     return TaskVector(deltas, Coverage(tuple(rows)))
