@@ -17,7 +17,7 @@ import common
 import torch
 from torch import nn
 
-from taskferry.comparing import compare
+from taskferry.bench.comparing import compare
 from taskferry.settings import CompareSettings
 
 SOURCE, TARGET, TASK = "paraphrase-MiniLM-L3-v2", "all-MiniLM-L6-v2", "trec"

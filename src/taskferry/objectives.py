@@ -149,6 +149,24 @@ class LinearProbe(Classifier):
         return lambda batch: ((family.features(model, batch) - mean) / spread) @ weight.T + bias
 
 
+class NewHead(Classifier):
+    """A new linear layer on the features, for fine-tuning: `finetune` trains it with the model."""
+
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+        self.module: nn.Linear | None = None
+
+    def logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:
+        """The layer's scores; it is made when first asked for, from the width of the features."""
+        family = family_of(model)
+        if self.module is None:
+            with torch.no_grad(), frozen(model):
+                features = family.features(model, batches[0].to(device_of(model)))
+            self.module = nn.Linear(features.shape[1], self.classes).to(features.device, features.dtype)
+        layer = self.module
+        return lambda batch: layer(family.features(model, batch))
+
+
 @dataclass(frozen=True)
 class LanguageModel(Objective):
     """Next-token loss on `inputs["labels"]`, summed over tokens; positions with label −100 do not count.

@@ -49,21 +49,35 @@ class Prepared:
     indices: tuple[int, ...]
     labels: str  # where they came from, for people
 
+    def shots(self, side: int) -> list[Batch]:
+        """The samples of one model: 0 the source, 1 the target."""
+        return self.calibration.side(side)
+
 
 def prepare(
-    settings: CalibrationSettings, source: Loaded, target: Loaded, tuned: str | None, classes: Sequence[str] = ()
+    settings: CalibrationSettings,
+    source: Loaded,
+    target: Loaded,
+    tuned: str | None,
+    classes: Sequence[str] = (),
+    samples: Samples | None = None,
 ) -> Prepared:
-    """Choose samples, label them, and prepare them for each model; `classes` numbers the names of labels."""
-    samples = load_samples(settings.calibration, label_column=settings.label_column, classes=classes)
+    """Choose samples, label them, and prepare them for each model.
+
+    `classes` numbers the names of labels; `samples` are those of `settings.calibration`, where they are loaded already.
+    """
+    if samples is None:
+        samples = load_samples(settings.calibration, label_column=settings.label_column, classes=classes)
     language = language_kind(source, target)
+    lengths = {"max_length": settings.max_length, "micro_batch": settings.micro_batch}
     if samples.labels is None and settings.labels == "data" and language is None:
         raise TaskferryError(
             f"{settings.calibration} has no column '{settings.label_column}': name it with --label-column, "
             "or let the tuned source give the labels with --labels teacher"
         )
 
-    def features() -> Tensor:
-        return _features(_encoder_calibration(settings, samples, source, source), source)
+    def features(samples: Samples = samples) -> Tensor:
+        return _features(encoder_calibration(samples, source, None, **lengths), source)
 
     indices = choose(
         len(samples),
@@ -83,7 +97,7 @@ def prepare(
         calibration, labels = _language(settings, chosen, source, target, tuned, language)
         return Prepared(calibration, (LanguageModel(), LanguageModel()), tuple(indices), labels)
     by_teacher = settings.labels == "teacher" or chosen.labels is None
-    calibration = _encoder_calibration(settings, chosen, source, target)
+    calibration = encoder_calibration(chosen, source, target, **lengths)
     labels = "from the data"
     objectives = _objectives(settings, chosen, source, target)
     if by_teacher:
@@ -108,33 +122,43 @@ def language_kind(source: Loaded, target: Loaded) -> str | None:
     return kinds[0]
 
 
-def _encoder_calibration(
-    settings: CalibrationSettings, samples: Samples, source: Loaded, target: Loaded
+def encoder_calibration(
+    samples: Samples, source: Loaded, target: Loaded | None, *, max_length: int, micro_batch: int
 ) -> Calibration:
+    """Samples of an encoder or image-text model, prepared for both models, or for one that serves as both."""
     if samples.kind == "image":
-        keys = (_image_key(source), _image_key(target))
+        keys = (_image_key(source), _image_key(target or source))
         images = [picture(row) for row in samples.rows]
-        transforms = (source.image_transform(), target.image_transform())
-        return image_calibration(images, *transforms, key=keys, labels=samples.labels, micro_batch=settings.micro_batch)
+        transforms = (source.image_transform(), None if target is None else target.image_transform())
+        return image_calibration(images, *transforms, key=keys, labels=samples.labels, micro_batch=micro_batch)
     if samples.kind != "text":
-        raise TaskferryError(f"{settings.calibration} has {samples.kind} rows: an encoder needs a text column")
+        raise TaskferryError(f"{samples.source} has {samples.kind} rows: an encoder needs a text column")
     if any(not isinstance(row["text"], str) for row in samples.rows):
-        raise TaskferryError(f"{settings.calibration} has rows without text: fill them, or leave them out")
+        raise TaskferryError(f"{samples.source} has rows without text: fill them, or leave them out")
     pairs = [row.get("text_pair") for row in samples.rows]
     missing = sum(pair is None for pair in pairs)
     if 0 < missing < len(pairs):
         raise TaskferryError(
-            f"{settings.calibration}: {missing} of {len(pairs)} rows have no text_pair: fill them, or leave it out"
+            f"{samples.source}: {missing} of {len(pairs)} rows have no text_pair: fill them, or leave it out"
         )
     return text_calibration(
         [str(row["text"]) for row in samples.rows],
         source.tokenizer(),
-        target.tokenizer(),
+        None if target is None else target.tokenizer(),
         pairs=None if missing else [str(p) for p in pairs],
         labels=samples.labels,
-        max_length=settings.max_length,
-        micro_batch=settings.micro_batch,
+        max_length=max_length,
+        micro_batch=micro_batch,
     )
+
+
+def one_sided(samples: Samples, loaded: Loaded, *, max_length: int, micro_batch: int) -> list[Batch]:
+    """Samples as one model takes them: for scoring and training."""
+    lengths = {"max_length": max_length, "micro_batch": micro_batch}
+    if not is_language_model(loaded.model):
+        return encoder_calibration(samples, loaded, None, **lengths).side(0)
+    build = _builder(language_kind(loaded, loaded), samples)
+    return build([segments_of(row) for row in samples.rows], loaded.tokenizer(), **lengths).side(0)
 
 
 def _image_key(loaded: Loaded) -> str:
@@ -165,13 +189,17 @@ def _language(
     elif settings.labels == "teacher":
         raise TaskferryError("the teacher answers prompts: give a prompt column, or leave --labels teacher out")
     segments: Sequence[list[Segment]] = [segments_of(row) for row in rows]
-    build: Callable[..., Calibration] = language_calibration
-    if kind == "sequence":
-        if samples.kind != "prompt":
-            raise TaskferryError("an encoder-decoder needs the columns prompt and completion")
-        build = sequence_calibration
     lengths = {"max_length": settings.max_length, "micro_batch": settings.micro_batch}
-    return build(segments, tokenizer_A, tokenizer_B, **lengths), origin
+    return _builder(kind, samples)(segments, tokenizer_A, tokenizer_B, **lengths), origin
+
+
+def _builder(kind: str | None, samples: Samples) -> Callable[..., Calibration]:
+    """How samples of a language model are prepared."""
+    if kind != "sequence":
+        return language_calibration
+    if samples.kind != "prompt":
+        raise TaskferryError("an encoder-decoder needs the columns prompt and completion")
+    return sequence_calibration
 
 
 @torch.no_grad()
@@ -207,12 +235,19 @@ def _objectives(
             raise TaskferryError(
                 "a zero-shot head needs two image-text models and class names (a classes.json beside the data)"
             )
-        first, second = (ZeroShot(samples.classes, _tokenize(m), settings.templates) for m in (source, target))
+        first, second = (zero_shot(m, samples.classes, settings.templates) for m in (source, target))
         return first, second
     if name == "language":
         raise TaskferryError("the objective 'language' needs two language models")
     kinds: dict[str, Classifier] = {"prototypes": Prototypes(), "probe": LinearProbe(), "head": Head()}
     return kinds[name], kinds[name]
+
+
+def zero_shot(loaded: Loaded, classes: Sequence[str], templates: Sequence[str]) -> ZeroShot:
+    """The frozen head of an image-text model for these classes, by its own tokenizer and text tower."""
+    if not _has_text_tower(loaded) or not classes:
+        raise TaskferryError(f"{loaded.given}: a zero-shot head needs an image-text model and class names")
+    return ZeroShot(tuple(classes), _tokenize(loaded), tuple(templates))
 
 
 def _has_text_tower(loaded: Loaded) -> bool:
@@ -231,7 +266,7 @@ def _teacher(
 ) -> Tensor:
     """Classes predicted by the tuned source: with its own head, or its zero-shot head."""
     if samples.classes and _has_text_tower(source):
-        head: Classifier = ZeroShot(samples.classes, _tokenize(source), settings.templates)
+        head = zero_shot(source, samples.classes, settings.templates)
         return teacher_labels(_load_teacher(source, tuned), calibration.side(0), head)
     teacher = _load_teacher(source, tuned)
     headless = getattr(teacher, "num_classes", None) == 0

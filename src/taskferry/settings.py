@@ -142,20 +142,23 @@ class ApplySettings(OutputSettings, Writing):
 
 def load_settings(cls: type[S], file: Path | None, given: Mapping[str, Any]) -> S:
     """Settings of a YAML file, overridden by those given; every error of both at once."""
-    values: dict[str, Any] = {}
-    if file is not None:
-        try:
-            loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise TaskferryError(f"{file} cannot be read as YAML: {str(error).splitlines()[0]}") from error
-        if not isinstance(loaded, dict):
-            raise TaskferryError(f"{file} holds no settings: lines such as `samples: 100` are needed")
-        values.update(loaded)
+    values: dict[str, Any] = {} if file is None else read_yaml(file)
     values.update({name: value for name, value in given.items() if value is not None})
     try:
         return cls(**values)
     except ValidationError as error:
         raise TaskferryError(_all_errors(cls, error, file)) from error
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The mapping in a YAML file."""
+    try:
+        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise TaskferryError(f"{file} cannot be read as YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(loaded, dict):
+        raise TaskferryError(f"{file} holds no settings: lines such as `samples: 100` are needed")
+    return loaded
 
 
 def dump_settings(settings: Settings) -> str:

@@ -76,8 +76,9 @@ def image_calibration(
         pixels = torch.stack([transform(images[i]) for i in chosen])
         return Batch({name: pixels}, _labels(labels, chosen), tuple(chosen))
 
-    sides = (transform_A, key[0]), (transform_B or transform_A, key[1])
-    return in_micro_batches(len(images), micro_batch, batch, *sides)
+    alone = transform_B is None and key[0] == key[1]
+    other = None if alone else (transform_B or transform_A, key[1])
+    return in_micro_batches(len(images), micro_batch, batch, (transform_A, key[0]), other)
 
 
 def in_micro_batches(
@@ -85,7 +86,9 @@ def in_micro_batches(
 ) -> Calibration:
     """Consecutive micro-batches of n samples, each prepared for both models; one preparation serves both if alone."""
     chunks = [range(start, min(start + size, n)) for start in range(0, n, size)]
-    return Calibration((batch(side_A, c), batch(side_A if side_B is None else side_B, c)) for c in chunks)
+    first = [batch(side_A, c) for c in chunks]
+    second = first if side_B is None else [batch(side_B, c) for c in chunks]
+    return Calibration(zip(first, second, strict=True))
 
 
 def _labels(labels: Sequence[int] | None, chosen: range) -> Tensor | None:

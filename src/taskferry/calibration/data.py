@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -42,33 +42,43 @@ class Samples:
         return replace(self, rows=[self.rows[i] for i in indices], labels=labels)
 
 
-def load_samples(given: str, *, label_column: str = "label", classes: Sequence[str] = ()) -> Samples:
-    """All rows of a file, an image folder or a hub dataset's train split.
+def load_samples(
+    given: str,
+    *,
+    label_column: str = "label",
+    classes: Sequence[str] = (),
+    split: str = "train",
+    config: str | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> Samples:
+    """All rows of a file, or of one split of a folder or of a hub dataset (`config` names a part of it there).
 
     `classes` gives names their numbers, where another file (the calibration data) has numbered them already.
+    `columns` renames: {"sentence1": "text"}.
     """
     with tempfile.TemporaryDirectory(prefix="taskferry-data-") as cache:
-        dataset = _load(given, cache)
-    columns = list(dataset.column_names)
+        dataset = _load(given, cache, split, config)
+    dataset = dataset.rename_columns({old: new for old, new in (columns or {}).items() if old in dataset.column_names})
+    present = list(dataset.column_names)
     kind: Kind
-    if "image" in columns:
+    if "image" in present:
         kind = "image"
-    elif "messages" in columns:
+    elif "messages" in present:
         kind = "messages"
-    elif "prompt" in columns:
+    elif "prompt" in present:
         kind = "prompt"
-    elif "text" in columns:
+    elif "text" in present:
         kind = "text"
     else:
         raise TaskferryError(
-            f"{given} has the columns {', '.join(columns)}: one of image, messages, prompt or text is needed"
+            f"{given} has the columns {', '.join(present)}: one of image, messages, prompt or text is needed"
         )
-    if label_column != "label" and label_column not in columns:
-        raise TaskferryError(f"{given} has no column '{label_column}', it has {', '.join(columns)}")
+    if label_column != "label" and label_column not in present:
+        raise TaskferryError(f"{given} has no column '{label_column}', it has {', '.join(present)}")
     rows = [dict(row) for row in dataset]
     if len(rows) < 2:
         raise TaskferryError(f"{given} has {len(rows)} sample(s): about a hundred are needed, two at the very least")
-    labels, names = _labels(dataset, rows, label_column, given, classes) if label_column in columns else (None, ())
+    labels, names = _labels(dataset, rows, label_column, given, classes) if label_column in present else (None, ())
     return Samples(kind, rows, labels, _classes_beside(Path(given)) or names, given)
 
 
@@ -91,7 +101,7 @@ def picture(row: dict[str, Any]) -> Any:
     return value
 
 
-def _load(given: str, cache: str) -> Any:
+def _load(given: str, cache: str, split: str, config: str | None) -> Any:
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
@@ -101,8 +111,10 @@ def _load(given: str, cache: str) -> Any:
     settings: dict[str, Any] = {"split": "train", "cache_dir": cache, "keep_in_memory": True}
     try:
         if path.is_dir():
-            table = next((path / f"train{end}" for end in _READERS if (path / f"train{end}").is_file()), None)
+            table = next((path / f"{split}{end}" for end in _READERS if (path / f"{split}{end}").is_file()), None)
             if table is None:
+                if split != "train":
+                    raise TaskferryError(f"{given} has no {split}{', '.join(_READERS)}")
                 return datasets.load_dataset("imagefolder", data_dir=str(path), **settings)
             path = table
         if path.is_file():
@@ -111,7 +123,7 @@ def _load(given: str, cache: str) -> Any:
             return datasets.load_dataset(_READERS[path.suffix], data_files=str(path), **settings)
         if "/" in given and not given.startswith((".", "/")) and given.count("/") == 1:
             name, _, revision = given.partition("@")
-            return datasets.load_dataset(name, split="train", revision=revision or None)
+            return datasets.load_dataset(name, config, split=split, revision=revision or None)
     except TaskferryError:
         raise
     except Exception as error:  # the library raises many kinds; all mean that the data cannot be read

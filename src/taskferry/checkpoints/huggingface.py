@@ -39,13 +39,15 @@ def download(given: str) -> str:
     raise TaskferryError(f"{given} has no weights as safetensors or .bin")
 
 
-def load(where: str, like: nn.Module | None) -> tuple[nn.Module, Path, set[str], dict[str, Any]]:
+def load(
+    where: str, like: nn.Module | None, architecture: str | None = None
+) -> tuple[nn.Module, Path, set[str], dict[str, Any]]:
     """The model of the class its configuration names, in float32; missing parameters are told."""
     transformers = _import("transformers")
     quiet(transformers)
     folder = Path(where)
     config = _read_json(folder / "config.json")
-    architectures = config.get("architectures") or ["AutoModel"]
+    architectures = [architecture] if architecture else config.get("architectures") or ["AutoModel"]
     cls = type(like) if like is not None else getattr(transformers, str(architectures[0]), transformers.AutoModel)
     model, info = _from_pretrained(cls, folder, "float32")
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)

@@ -29,12 +29,18 @@ _FORMATS: tuple[ModuleType, ...] = (openclip, timm, huggingface)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
-def load_model(given: str, *, like: nn.Module | None = None) -> Loaded:
-    """A model in float32, frozen and in eval mode; `like` asks for the class of another model (a base's)."""
+def load_model(given: str, *, like: nn.Module | None = None, architecture: str | None = None) -> Loaded:
+    """A model in float32, frozen and in eval mode; `like` asks for the class of another model (a base's).
+
+    `architecture` names a class of transformers where it is not the folder's own: T5EncoderModel for a whole T5.
+    """
     where = resolve(given)
     for kind in _FORMATS:
         if kind.owns(where):
-            model, folder, absent, extra = kind.load(where, like)
+            if architecture is not None and kind is not huggingface:
+                raise TaskferryError(f"{given}: an architecture can be chosen for Hugging Face models alone")
+            more = {} if architecture is None else {"architecture": architecture}
+            model, folder, absent, extra = kind.load(where, like, **more)
             return Loaded(model.eval().requires_grad_(False), given, folder, kind, frozenset(absent), extra)
     raise TaskferryError(
         f"{given} is no model: a folder with config.json (Hugging Face, timm) or open_clip_config.json, a hub id, "

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from taskferry.calibration.batch import Batch
 from taskferry.capture import Loss, device_of
 from taskferry.coverage import Coverage, Row
-from taskferry.errors import TaskferryError
 from taskferry.fitting import both_objectives
-from taskferry.methods import Job, method, run
+from taskferry.methods import CannotMove, Job, method, run
 from taskferry.scale import calibration_loss, moved_by
 from taskferry.taskvector import TaskVector
 
@@ -64,7 +63,7 @@ def best_steps(
     """The number of steps with the lowest loss on samples left out, over folds of the samples; 0 if none helps."""
     folds = min(folds, len(batches))
     if folds < 2:
-        raise TaskferryError("choosing the steps needs two micro-batches at least: lower --micro-batch, or give steps")
+        raise CannotMove("choosing the steps needs two micro-batches at least: lower --micro-batch, or give steps")
     totals = dict.fromkeys((0, *CANDIDATES), 0.0)
     for fold in range(folds):
         held_out = list(batches[fold::folds])

@@ -16,30 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
+from taskferry.bench.rows import ROWS, Mover
 from taskferry.calibration.batch import Batch
 from taskferry.calibration.data import load_samples
-from taskferry.capture import device_of
 from taskferry.checkpoints import Loaded, load_model, load_tuned
 from taskferry.checkpoints.output import check_free
 from taskferry.errors import TaskferryError
-from taskferry.methods import Job, find, methods, run
-from taskferry.objectives import Classifier, Objective
-from taskferry.preparing import Prepared, prepare
-from taskferry.scale import calibration_loss, moved_by, scale_on_calibration
+from taskferry.evaluation.scoring import evaluate
+from taskferry.methods import Job, find
+from taskferry.objectives import Classifier
+from taskferry.preparing import prepare
+from taskferry.scale import moved_by
 from taskferry.settings import CompareSettings
 from taskferry.taskvector import TaskVector
-
-# Rows beside the methods at their defaults: the paper's ablations, the automatic scale, one step, a warm start.
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bico, input-only": ("bico", {"outputs": "identity"}),
-    "bico, output-only": ("bico", {"inputs": "identity"}),
-    "bico, gradient-only": ("bico", {"inputs": "gradients"}),
-    "few-shot, one step": ("few-shot", {"steps": 1}),
-    "few-shot, from bico": ("few-shot", {"start": "bico"}),
-}
 
 
 @dataclass
@@ -76,47 +65,35 @@ def compare(settings: CompareSettings, tell: Callable[[str, float], None] | None
     if settings.out is not None:
         for end in (".json", ".md"):
             check_free(settings.out.with_suffix(end))
-    rows = _rows(settings.methods)
+    chosen = {find(name).name for name in settings.methods}
+    rows = [row for row, kind in ROWS.items() if not chosen or kind.method in chosen]
     source, target = load_model(settings.source_base), load_model(settings.target_base)
     tau = load_tuned(settings.source_tuned, source).tau
     test = _test_batches(settings, source, target)
     result = Comparison("", settings=settings.model_dump(mode="json"))
     for seed in range(settings.seed, settings.seed + settings.seeds):
         prepared = prepare(settings.model_copy(update={"seed": seed}), source, target, settings.source_tuned)
-        objective = prepared.objectives[1]
+        objective, shots = prepared.objectives[1], prepared.calibration.side(1)
         result.metric = "accuracy" if isinstance(objective, Classifier) else "loss"
-        job = Job(source.model, target.model, tau, prepared.calibration, prepared.objectives)
-
-        def keep(row: str, moved: TaskVector, started: float, scale: float = 1.0) -> None:
-            score = _score(job, prepared, objective, moved, scale, test)  # noqa: B023
+        mover = Mover(Job(source.model, target.model, tau, prepared.calibration, prepared.objectives))
+        for row in ["target as it is", *rows]:
+            started = time.perf_counter()
+            try:
+                moved, scale = (TaskVector({}), 0.0) if row == "target as it is" else mover.move(row)
+            except TaskferryError as error:
+                result.refusals[row] = str(error)
+                continue
+            with moved_by(target.model, moved) as set_scale:
+                set_scale(scale)
+                score = evaluate(target.model, test, objective, shots).value
             result.scores.setdefault(row, []).append(score)
             result.seconds[row] = result.seconds.get(row, 0.0) + time.perf_counter() - started
             if tell is not None:
                 tell(row, score)
-
-        keep("target as it is", TaskVector({}), time.perf_counter())
-        for row, (name, more) in rows.items():
-            started = time.perf_counter()
-            try:
-                moved = run(name, job, **more)
-            except TaskferryError as error:
-                result.refusals[row] = str(error)
-                continue
-            keep(row, moved, started)
-            if row == "bico":
-                loss = objective.bind(target.model, prepared.calibration.side(1))
-                curve = scale_on_calibration(target.model, moved, loss, prepared.calibration.side(1))
-                keep("bico, automatic scale", moved, started, curve.best)
     return result
 
 
-def _rows(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
-    chosen = [find(name).name for name in names] or list(methods())
-    rows: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in chosen}
-    return rows | {row: variant for row, variant in VARIANTS.items() if variant[0] in chosen}
-
-
-def _test_batches(settings: CompareSettings, source: Loaded, target: Loaded) -> list[Batch]:
+def _test_batches(settings: CompareSettings, source: Loaded, target: Loaded) -> Sequence[Batch]:
     held_out = settings.model_copy(
         update={
             "calibration": settings.test,
@@ -129,25 +106,3 @@ def _test_batches(settings: CompareSettings, source: Loaded, target: Loaded) -> 
     )
     classes = load_samples(settings.calibration, label_column=settings.label_column).classes
     return prepare(held_out, source, target, None, classes=classes).calibration.side(1)
-
-
-def _score(
-    job: Job, prepared: Prepared, objective: Objective, moved: TaskVector, scale: float, test: Sequence[Batch]
-) -> float:
-    with moved_by(job.target, moved) as set_scale:
-        set_scale(scale)
-        if not isinstance(objective, Classifier):
-            return calibration_loss(job.target, objective.bind(job.target, prepared.calibration.side(1)), test)
-        return accuracy(job.target, objective, prepared.calibration.side(1), test)
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, classifier: Classifier, shots: Sequence[Batch], test: Sequence[Batch]) -> float:
-    """Per cent of the test samples whose class is the head's first choice."""
-    logits, device = classifier.logits(model, shots), device_of(model)
-    right = total = 0
-    for batch in test:
-        if batch.labels is not None:
-            right += int((logits(batch.to(device)).argmax(1).cpu() == batch.labels.cpu()).sum())
-            total += len(batch)
-    return 100.0 * right / max(1, total)

@@ -1,0 +1,1 @@
+"""Evidence: methods compared on one pair, and recipes that make whole tables."""

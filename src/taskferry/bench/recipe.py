@@ -1,0 +1,146 @@
+"""Recipes: a table as a YAML file, with its models, tasks, sample counts, seeds and rows.
+
+    >>> recipe = load_recipe("paper/table1")
+    >>> recipe.pairs, recipe.tasks, recipe.cells()
+
+The package brings the paper's tables under `paper/` and the same tables with small models under `zoo/`; any file may be
+given instead. Unknown keys fail, all together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from taskferry.bench.rows import ROWS
+from taskferry.errors import TaskferryError
+from taskferry.evaluation.finetuning import FineTuning
+from taskferry.options import ObjectiveName, Sampler
+from taskferry.settings import Settings, load_settings, read_yaml
+
+SHARED = "shared"  # the folder of pieces that several recipes name
+
+
+class ModelSpec(Settings):
+    """Where a model comes from, and its shape, so that a plan needs no download."""
+
+    given: str = Field(description="a folder below --models, or a hub id")
+    architecture: str | None = Field(None, description="a class of transformers, where it is not the folder's own")
+    openclip: str | None = Field(None, description="the name of its OpenCLIP configuration")
+    t5: dict[str, int] | None = Field(None, description="its shape as a T5 encoder")
+
+
+class TaskSpec(Settings):
+    """A data set with a train and a test part."""
+
+    given: str = Field(description="a folder below --data, or a hub id")
+    config: str | None = Field(None, description="the hub's name of a part of it")
+    test: str = Field("test", description="the part to score on")
+    columns: dict[str, str] = Field({}, description="its columns that are text, text_pair, image or label")
+    templates: list[str] = Field(["a photo of a {}."], description="prompts of a zero-shot head")
+    classes: int = Field(10, description="how many, for the plan and stand-ins")
+    max_length: int = Field(128, description="longest text in tokens")
+
+
+class Recipe(Settings):
+    """One table."""
+
+    title: str
+    kind: Literal["zero-shot", "probe"] = Field("zero-shot", description="how models are scored")
+    objective: ObjectiveName = Field("auto", description="the loss whose gradient is taken")
+    models: dict[str, ModelSpec]
+    pairs: list[tuple[str, str]]
+    tasks: dict[str, TaskSpec]
+    samples: list[int] = Field([], description="sizes of the calibration set")
+    per_class: list[int] = Field([], description="the same as samples of each class")
+    samplers: list[Sampler] = Field(["random"], description="how calibration samples are drawn")
+    seeds: int = Field(1, ge=1)
+    rows: list[str]
+    costly_seeds: int = Field(1, ge=0, description="seeds for rows that train")
+    costly_at: list[int] = Field([], description="counts at which rows that train are run; all where empty")
+    finetune: FineTuning = FineTuning()
+    test_samples: int = Field(1000, ge=2)
+    micro_batch: int = Field(32, ge=1)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Recipe:
+        wrong = [f"no model '{name}'" for pair in self.pairs for name in pair if name not in self.models]
+        wrong += [f"no row '{row}': one of {', '.join(ROWS)}" for row in self.rows if row not in ROWS]
+        if bool(self.samples) == bool(self.per_class):
+            wrong.append("give samples or per_class, not both")
+        if wrong:
+            raise ValueError("; ".join(dict.fromkeys(wrong)))
+        return self
+
+    def cells(self) -> Iterator[Cell]:
+        """Every combination that is run, cheap ones first."""
+        counts = self.samples or self.per_class
+        for pair in self.pairs:
+            for task in self.tasks:
+                for sampler in self.samplers:
+                    for seed in range(self.seeds):
+                        for count in counts:
+                            costly = seed < self.costly_seeds and (not self.costly_at or count in self.costly_at)
+                            rows = tuple(row for row in self.rows if costly or not ROWS[row].costly)
+                            yield Cell(pair[0], pair[1], task, sampler, count, bool(self.per_class), seed, rows)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One draw of the calibration set, on one pair and task."""
+
+    source: str
+    target: str
+    task: str
+    sampler: Sampler
+    count: int
+    per_class: bool
+    seed: int
+    rows: tuple[str, ...]
+
+    def key(self) -> dict[str, Any]:
+        """What identifies it in results."""
+        counted = "per_class" if self.per_class else "samples"
+        return {
+            "source": self.source,
+            "target": self.target,
+            "task": self.task,
+            "sampler": self.sampler,
+            counted: self.count,
+            "seed": self.seed,
+        }
+
+
+def recipe_names() -> list[str]:
+    """The recipes that the package brings."""
+    return sorted(str(p.relative_to(_root()).with_suffix("")) for p in _root().glob("*/*.yaml") if _is_recipe(p))
+
+
+def load_recipe(given: str) -> Recipe:
+    """A recipe by name, or from a YAML file; `models`, `tasks` and `finetune` may name a shared file."""
+    own = _root() / f"{given}.yaml"
+    path = own if given in recipe_names() else Path(given)
+    if not path.is_file():
+        raise TaskferryError(f"no recipe '{given}': a YAML file, or one of {', '.join(recipe_names())}")
+    values = read_yaml(path)
+    for key in ("models", "tasks", "finetune"):
+        shared = values.get(key)
+        if isinstance(shared, str):
+            file = _root() / SHARED / f"{Path(shared).name}.yaml"
+            if not file.is_file():
+                raise TaskferryError(f"{path}: no {key} '{shared}': give them as a mapping")
+            values[key] = read_yaml(file)
+    return load_settings(Recipe, None, values)
+
+
+def _root() -> Path:
+    return Path(str(files("taskferry.bench") / "recipes"))
+
+
+def _is_recipe(path: Path) -> bool:
+    return path.parent.name != SHARED

@@ -1,0 +1,112 @@
+"""From records to tables: mean over draws for each task, the average with its spread, and the share recovered.
+
+>>> print(markdown(recipe, records))
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from taskferry.bench.running import BASE_ROWS, ORACLE, TARGET, TUNED, Record
+
+Key = tuple[str, str, str, int]  # source, target, sampler, count
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of a table at one number of samples."""
+
+    row: str
+    count: int | None  # None where samples do not matter
+    tasks: dict[str, float]  # mean over the draws
+    average: float
+    spread: float | None  # standard deviation of the average over the draws
+    gain: float  # over the target, in the same draws
+    recovered: float | None  # share of the oracle's gain
+    draws: int
+
+
+def collect(records: Iterable[Record]) -> dict[Key, dict[str, dict[str, dict[int, float]]]]:
+    """Scores as group -> row -> task -> draw -> score."""
+    groups: dict[Key, dict[str, dict[str, dict[int, float]]]] = {}
+    for record in records:
+        cell = record["cell"]
+        key = (cell["source"], cell["target"], cell["sampler"], int(cell.get("samples", cell.get("per_class", 0))))
+        for entry in record["rows"]:
+            if "score" in entry:
+                tasks = groups.setdefault(key, {}).setdefault(entry["row"], {})
+                tasks.setdefault(cell["task"], {})[int(cell["seed"])] = float(entry["score"])
+    return groups
+
+
+def refusals(records: Iterable[Record]) -> dict[str, str]:
+    """Rows that cannot handle the pair, with their sentence."""
+    return {e["row"]: e["refused"] for record in records for e in record["rows"] if "refused" in e}
+
+
+def lines(group: dict[str, dict[str, dict[int, float]]], count: int) -> list[Line]:
+    """All rows of one group, the fixed ones first; gains compare the same tasks and draws."""
+    order = [*BASE_ROWS, *(row for row in group if row not in BASE_ROWS)]
+    result = []
+    target, oracle = group[TARGET], group[ORACLE]
+    for row in order:
+        if row not in group:
+            continue
+        tasks = {task: statistics.mean(draws.values()) for task, draws in group[row].items()}
+        draws = sorted(set.intersection(*(set(d) for d in group[row].values())))
+        averages = [statistics.mean(group[row][task][d] for task in tasks) for d in draws]
+        pairs = [(task, d) for task in tasks for d in group[row][task]]
+        gain = statistics.mean(group[row][t][d] - target[t][d] for t, d in pairs)
+        possible = statistics.mean(oracle[t][d] - target[t][d] for t, d in pairs)
+        result.append(
+            Line(
+                row,
+                None if row in BASE_ROWS else count,
+                tasks,
+                statistics.mean(tasks.values()),
+                statistics.stdev(averages) if len(averages) > 1 and row not in BASE_ROWS else None,
+                gain,
+                gain / possible if row not in (TARGET, TUNED) and possible > 0 else None,
+                len(draws),
+            )
+        )
+    return result
+
+
+def markdown(records: Sequence[Record], count_name: str = "N") -> str:
+    """One table for each pair and sampler; fixed rows once, the others by number of samples."""
+    tables = []
+    groups = collect(records)
+    for pair in dict.fromkeys(key[:3] for key in groups):
+        counts = sorted(key[3] for key in groups if key[:3] == pair)
+        tasks = sorted({task for count in counts for task in groups[(*pair, count)][TARGET]})
+        header = ["", count_name, *tasks, "average (gain)", "recovered"]
+        rows: list[list[str]] = []
+        for count in counts:
+            for line in lines(groups[(*pair, count)], count):
+                if line.count is None and count != counts[-1] and pair[2] == "random":
+                    continue  # fixed rows once, before the largest
+                rows.append([line.row, "" if line.count is None else str(line.count), *_cells(line, tasks)])
+        note = "" if pair[2] == "random" else f", {pair[2]} samples"
+        fixed = [row for row in rows if not row[1]]
+        moving = [row for row in rows if row[1]]
+        tables.append(f"{pair[0]} → {pair[1]}{note}\n\n" + table(header, [*fixed, *moving]))
+    refused = refusals(records)
+    notes = [f"{row}: {sentence}" for row, sentence in refused.items()]
+    return "\n\n".join([*tables, *notes])
+
+
+def _cells(line: Line, tasks: Sequence[str]) -> list[str]:
+    scores = [f"{line.tasks[task]:.1f}" if task in line.tasks else "" for task in tasks]
+    spread = "" if line.spread is None else f" ± {line.spread:.1f}"
+    recovered = "" if line.recovered is None else f"{100 * line.recovered:.0f} %"
+    return [*scores, f"{line.average:.1f}{spread} ({line.gain:+.1f})", recovered]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table."""
+    ruled = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join([*ruled, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])

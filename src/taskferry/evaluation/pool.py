@@ -1,0 +1,32 @@
+"""Samples made ready for one model when they are asked for: many more than fit in memory as tensors.
+
+>>> pool = Pool(load_samples("train.parquet"), load_model("B"))
+>>> pool.batch([3, 1, 4]), pool.batches(range(1000), 64)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from taskferry.calibration.batch import Batch
+from taskferry.calibration.data import Samples
+from taskferry.checkpoints import Loaded
+from taskferry.preparing import one_sided
+
+
+class Pool:
+    """Labelled samples of one model."""
+
+    def __init__(self, samples: Samples, loaded: Loaded, *, max_length: int = 128) -> None:
+        self.samples, self.loaded, self.max_length = samples, loaded, max_length
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """These samples as the model takes them."""
+        return self.batches(indices, len(indices))[0]
+
+    def batches(self, indices: Sequence[int], size: int) -> list[Batch]:
+        """The same in micro-batches."""
+        return one_sided(self.samples.take(indices), self.loaded, max_length=self.max_length, micro_batch=size)

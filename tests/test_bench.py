@@ -1,0 +1,166 @@
+"""Recipes: every table of the paper plans and runs on stand-ins, goes on after an interrupt, and adds up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from taskferry import TaskferryError
+from taskferry.bench.planning import plan_recipe
+from taskferry.bench.recipe import load_recipe, recipe_names
+from taskferry.bench.running import BASE_ROWS, ORACLE, TARGET, TUNED, Reporter, run_recipe
+from taskferry.bench.smoke import smoke_failures
+from taskferry.bench.standin import stand_in
+from taskferry.bench.tables import collect, lines, markdown
+from tests.command import taskferry
+
+PAPER = [name for name in recipe_names() if name.startswith("paper/")]
+
+
+def test_every_table_of_the_paper_has_a_recipe() -> None:
+    assert [f"paper/table{n}" for n in (*"12345", *"ABCDEFGH")] == PAPER
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_sizes_and_names_of_the_paper(name: str) -> None:
+    """Parameters of the towers as published, without a download."""
+    plan = plan_recipe(load_recipe(name), Path("nowhere"))
+    millions = {given.given: size / 1e6 for given in plan.models.values() for size in [given.parameters]}
+    published = {"B-16-laion2B": 86.2, "B-16-DataComp": 86.2, "plus_clip_240": 117.2, "L-14": 304.0, "t5-large": 302.0,
+                 "t5-3b": 1208.0}  # fmt: skip
+    for given, found in millions.items():
+        (expected,) = [size for part, size in published.items() if part in given]
+        assert found == pytest.approx(expected, rel=0.01), given
+    assert len(plan.tasks) == (5 if name == "paper/table2" else 8)
+    assert plan.finetune_flops > 100 * plan.transfer_flops / plan.rows
+
+
+def test_the_plan_s_arithmetic_is_the_paper_s() -> None:
+    """Fine-tuning B sees 2,000 × 128 samples forward and backward: 6 operations a parameter and token."""
+    plan = plan_recipe(load_recipe("paper/table4"), Path("nowhere"))
+    A, B = plan.models["B16-datacomp"], plan.models["L14-datacomp"]
+    assert (A.tokens, B.tokens) == (197, 257)
+    assert plan.finetune_flops == 8 * 6.0 * 2000 * 128 * (A.parameters * 197 + B.parameters * 257)
+    assert plan.transfer_flops == 8 * 6 * 100 * 6.0 * (A.parameters * 197 + B.parameters * 257)
+
+
+@pytest.mark.parametrize("name", ["paper/table1", "paper/table2", "paper/table3", "paper/tableB", "paper/tableG"])
+def test_stand_ins_run_from_end_to_end(name: str, tmp_path: Path) -> None:
+    recipe, places = stand_in(load_recipe(name), tmp_path)
+    records = run_recipe(recipe, name, places)
+    assert len(records) == len(list(recipe.cells()))
+    for record in records:
+        rows = [entry["row"] for entry in record["rows"]]
+        assert rows == [*BASE_ROWS, *recipe.rows]
+        refused = [entry["row"] for entry in record["rows"] if "refused" in entry]
+        assert not refused
+        assert all(0 <= entry["score"] <= 100 for entry in record["rows"])
+    page = markdown(records)
+    assert all(f"| {row} |" in page for row in [*BASE_ROWS, *recipe.rows])
+
+
+class Stop(Reporter):
+    """Interrupts a run after some cells."""
+
+    def __init__(self, after: int) -> None:
+        self.after, self.cells = after, 0
+
+    def score(self, record: dict[str, Any]) -> None:
+        if self.cells == self.after and record["row"] == "bico":
+            raise KeyboardInterrupt
+
+    def cell(self, done: int, total: int, cell: object) -> None:
+        self.cells = done
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    recipe, places = stand_in(load_recipe("paper/table5"), tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(recipe, "t", places, Stop(2))
+    file = places.work / "t.jsonl"
+    assert len(file.read_text().splitlines()) == 2
+    with file.open("a") as out:
+        out.write('{"cell": {"half": ')  # what a kill in the middle of a write leaves
+    after = run_recipe(recipe, "t", places)
+    again = run_recipe(recipe, "t", places, Stop(-1))
+    fresh, elsewhere = stand_in(load_recipe("paper/table5"), tmp_path / "fresh")
+    whole = run_recipe(fresh, "t", elsewhere)
+
+    def scores(records: list[dict[str, Any]]) -> list[Any]:
+        return [[(e["row"], e["score"]) for e in record["rows"]] for record in records]
+
+    assert scores(after) == scores(again) == scores(whole)
+    assert len(file.read_text().splitlines()) == len(list(recipe.cells())) == len(after)
+
+
+def record(task: str, seed: int, count: int, **scores: float) -> dict[str, Any]:
+    cell = {"source": "a", "target": "b", "task": task, "sampler": "random", "samples": count, "seed": seed}
+    names = {"target": TARGET, "oracle": ORACLE, "tuned": TUNED}
+    return {"cell": cell, "rows": [{"row": names.get(row, row), "score": value} for row, value in scores.items()]}
+
+
+def test_tables_add_up() -> None:
+    records = [
+        record("x", 0, 100, target=50.0, oracle=90.0, tuned=95.0, bico=60.0, few=70.0),
+        record("x", 1, 100, target=50.0, oracle=90.0, tuned=95.0, bico=70.0),
+        record("y", 0, 100, target=20.0, oracle=40.0, tuned=45.0, bico=30.0, few=20.0),
+        record("y", 1, 100, target=20.0, oracle=40.0, tuned=45.0, bico=20.0),
+    ]
+    found = {line.row: line for line in lines(collect(records)["a", "b", "random", 100], 100)}
+    bico, few = found["bico"], found["few"]
+    assert bico.tasks == {"x": 65.0, "y": 25.0}
+    assert bico.average == 45.0
+    assert bico.draws == 2
+    assert bico.gain == 10.0
+    assert bico.recovered == pytest.approx(10 / 30)
+    assert bico.spread == pytest.approx(0.0)  # both draws average to 45
+    assert few.draws == 1
+    assert few.gain == 10.0
+    assert few.spread is None
+    assert found[ORACLE].recovered == 1.0
+    assert found[TARGET].recovered is None
+    page = markdown(records)
+    assert "| bico | 100 | 65.0 | 25.0 | 45.0 ± 0.0 (+10.0) | 33 % |" in page
+
+
+def test_the_smoke_run_knows_a_wrong_order() -> None:
+    right = {"target": 50.0, "oracle": 95.0, "tuned": 96.0, "naive": 49.0, "theseus": 55.0, "bico": 70.0}
+    good = [record("x", 0, 100, **right, **{"bico, automatic scale": 80.0})]
+    assert smoke_failures(good, 100.0) == []
+    assert "400 s" in smoke_failures(good, 400.0)[0]
+    for row, value in (("naive", 60.0), ("theseus", 75.0), ("bico", 40.0), ("oracle", 70.0), ("tuned", 10.0)):
+        bad = [record("x", 0, 100, **{**right, "bico, automatic scale": 80.0, row: value})]
+        assert smoke_failures(bad, 100.0), row
+
+
+def test_mistakes_in_a_recipe_are_told_together(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("title: x\nmodels: {}\npairs: [[a, b]]\ntasks: nlp5\nrows: [magic]\ncolour: red\n")
+    with pytest.raises(TaskferryError) as caught:
+        load_recipe(str(file))
+    assert "unknown setting 'colour'" in str(caught.value)
+    file.write_text("title: x\nmodels: {}\npairs: [[a, b]]\ntasks: nlp5\nrows: [magic]\n")
+    with pytest.raises(TaskferryError) as caught:
+        load_recipe(str(file))
+    assert all(part in str(caught.value) for part in ("no model 'a'", "no row 'magic'", "samples or per_class"))
+    with pytest.raises(TaskferryError, match="no tasks 'nowhere'"):
+        file.write_text("title: x\nmodels: {}\npairs: []\ntasks: nowhere\nrows: []\n")
+        load_recipe(str(file))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    plan = taskferry("bench", "run", "paper/table1", "--dry-run", "--json").json
+    assert plan["models"]["B16plus-laion400m"]["tokens"] == 226
+    shown = taskferry("bench", "run", "paper/table4", "--stand-in", cwd=tmp_path).out
+    assert "few-shot, from bico" in shown
+    assert "recovered" in shown
+    assert not list(tmp_path.iterdir())  # stand-ins leave nothing
+    listed = taskferry("bench", "recipes", "--json").json
+    assert set(listed) == set(recipe_names())
+    assert "no recipe 'paper/table99'" in taskferry("bench", "run", "paper/table99", code=2).err
+    lost = taskferry("bench", "run", "zoo/table1", "--dry-run", "--models", tmp_path, code=2).err
+    assert "--models" in lost
+    json.dumps(plan)
