@@ -14,7 +14,7 @@ from taskferry.bench.recipe import load_recipe, recipe_names
 from taskferry.bench.running import BASE_ROWS, ORACLE, TARGET, TUNED, Reporter, run_recipe
 from taskferry.bench.smoke import smoke_failures
 from taskferry.bench.standin import stand_in
-from taskferry.bench.tables import collect, lines, markdown
+from taskferry.bench.tables import collect, from_json, lines, markdown, to_json
 from tests.command import taskferry
 
 PAPER = [name for name in recipe_names() if name.startswith("paper/")]
@@ -58,7 +58,7 @@ def test_stand_ins_run_from_end_to_end(name: str, tmp_path: Path) -> None:
         refused = [entry["row"] for entry in record["rows"] if "refused" in entry]
         assert not refused
         assert all(0 <= entry["score"] <= 100 for entry in record["rows"])
-    page = markdown(records)
+    page = markdown(collect(records))
     assert all(f"| {row} |" in page for row in [*BASE_ROWS, *recipe.rows])
 
 
@@ -122,7 +122,8 @@ def test_tables_add_up() -> None:
     assert few.spread is None
     assert found[ORACLE].recovered == 1.0
     assert found[TARGET].recovered is None
-    page = markdown(records)
+    assert from_json(json.loads(json.dumps(to_json(collect(records))))) == collect(records)
+    page = markdown(collect(records))
     assert "| bico | 100 | 65.0 | 25.0 | 45.0 ± 0.0 (+10.0) | 33 % |" in page
 
 
@@ -146,8 +147,8 @@ def test_mistakes_in_a_recipe_are_told_together(tmp_path: Path) -> None:
     with pytest.raises(TaskferryError) as caught:
         load_recipe(str(file))
     assert all(part in str(caught.value) for part in ("no model 'a'", "no row 'magic'", "samples or per_class"))
+    file.write_text("title: x\nmodels: {}\npairs: []\ntasks: nowhere\nrows: []\n")
     with pytest.raises(TaskferryError, match="no tasks 'nowhere'"):
-        file.write_text("title: x\nmodels: {}\npairs: []\ntasks: nowhere\nrows: []\n")
         load_recipe(str(file))
 
 

@@ -149,6 +149,44 @@ class LinearProbe(Classifier):
         return lambda batch: ((family.features(model, batch) - mean) / spread) @ weight.T + bias
 
 
+@dataclass(frozen=True)
+class CrossProbe(Classifier):
+    """Two probes, each fitted on one half of the calibration samples: a sample's loss is by the other half's probe.
+
+    A probe that never saw a sample cannot fit it to near-zero loss, so its gradient stays.
+    """
+
+    ridge: float = 1.0
+
+    def logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:
+        """The other half's probe for calibration samples, the mean of both for any other."""
+        features, labels = calibration_features(model, batches)
+        ids = [i for batch in batches for i in (batch.ids or range(len(batch)))]
+        if len(set(ids)) != len(ids):
+            raise TaskferryError("a cross-fitted probe needs samples with ids of their own: Batch(…, ids=…)")
+        # Alternate within each class, so that both halves know every class that has two samples.
+        half = torch.zeros(len(labels), dtype=torch.long)
+        for label in range(int(labels.max()) + 1):
+            members = (labels == label).nonzero()[:, 0].cpu()
+            half[members] = (torch.arange(len(members)) + label) % 2
+        mean, spread = features.mean(0), features.std(0, unbiased=False).clamp_min(1e-6)
+        unit, classes = (features - mean) / spread, int(labels.max()) + 1
+        probes = [fit_probe(unit[half == k], labels[half == k], ridge=self.ridge, classes=classes) for k in (0, 1)]
+        of = dict(zip(ids, half.tolist(), strict=True))
+        family = family_of(model)
+
+        def scores(batch: Batch) -> Tensor:
+            x = (family.features(model, batch) - mean) / spread
+            both = torch.stack([x @ weight.T + bias for weight, bias in probes])  # [2, n, classes]
+            known = [of.get(i) for i in batch.ids]
+            if len(known) != len(batch) or any(k is None for k in known):
+                return both.mean(0)
+            other = torch.tensor([1 - int(k or 0) for k in known], device=x.device)
+            return both[other, torch.arange(len(batch), device=x.device)]
+
+        return scores
+
+
 class NewHead(Classifier):
     """A new linear layer on the features, for fine-tuning: `finetune` trains it with the model."""
 
@@ -263,12 +301,14 @@ def calibration_features(model: nn.Module, batches: Sequence[Batch]) -> tuple[Te
     return features, labels
 
 
-def fit_probe(features: Tensor, labels: Tensor, *, ridge: float = 1.0, steps: int = 100) -> tuple[Tensor, Tensor]:
+def fit_probe(
+    features: Tensor, labels: Tensor, *, ridge: float = 1.0, steps: int = 100, classes: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Multinomial logistic regression by L-BFGS, deterministic: weight [classes, d] and bias [classes].
 
     Minimises Σ cross-entropy + ridge / 2 · ‖weight‖².
     """
-    classes = int(labels.max()) + 1
+    classes = classes or int(labels.max()) + 1
     X = features.detach().double()
     weight = X.new_zeros(classes, X.shape[1], requires_grad=True)
     bias = X.new_zeros(classes, requires_grad=True)

@@ -6,4 +6,4 @@ from typing import Literal
 
 Sampler = Literal["random", "class-balanced", "centroid-near", "centroid-far", "half-class", "single-class"]
 LabelSource = Literal["auto", "data", "teacher"]
-ObjectiveName = Literal["auto", "prototypes", "probe", "head", "zero-shot", "language"]
+ObjectiveName = Literal["auto", "prototypes", "probe", "cross-probe", "head", "zero-shot", "language"]

@@ -26,6 +26,7 @@ from taskferry.errors import TaskferryError
 from taskferry.families import family_of
 from taskferry.objectives import (
     Classifier,
+    CrossProbe,
     Head,
     LanguageModel,
     LinearProbe,
@@ -239,7 +240,12 @@ def _objectives(
         return first, second
     if name == "language":
         raise TaskferryError("the objective 'language' needs two language models")
-    kinds: dict[str, Classifier] = {"prototypes": Prototypes(), "probe": LinearProbe(), "head": Head()}
+    kinds: dict[str, Classifier] = {
+        "prototypes": Prototypes(),
+        "probe": LinearProbe(),
+        "cross-probe": CrossProbe(),
+        "head": Head(),
+    }
     return kinds[name], kinds[name]
 
 

@@ -72,7 +72,7 @@ def model_size(spec: ModelSpec, models: Path, longest: int) -> ModelSize:
         return ModelSize(spec.given, _count(t5_encoder(spec.t5)), longest)
     if not local.is_dir():
         raise TaskferryError(f"{spec.given} is no folder in {models}: give the folder of models with --models")
-    model = load_model(str(local), architecture=spec.architecture).model
+    model = load_model(str(local), architecture=spec.architecture, image_size=spec.image_size).model
     tower = getattr(model, "visual", model)
     if family_of(model).name == "openclip":
         return ModelSize(spec.given, _count(tower), _patches(tower))

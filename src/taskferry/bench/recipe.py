@@ -31,6 +31,7 @@ class ModelSpec(Settings):
 
     given: str = Field(description="a folder below --models, or a hub id")
     architecture: str | None = Field(None, description="a class of transformers, where it is not the folder's own")
+    image_size: int | None = Field(None, description="of a timm model, where it is not its own")
     openclip: str | None = Field(None, description="the name of its OpenCLIP configuration")
     t5: dict[str, int] | None = Field(None, description="its shape as a T5 encoder")
 
@@ -51,7 +52,7 @@ class Recipe(Settings):
     """One table."""
 
     title: str
-    kind: Literal["zero-shot", "probe"] = Field("zero-shot", description="how models are scored")
+    kind: Literal["zero-shot", "probe", "prototypes"] = Field("zero-shot", description="the head that scores")
     objective: ObjectiveName = Field("auto", description="the loss whose gradient is taken")
     models: dict[str, ModelSpec]
     pairs: list[tuple[str, str]]
@@ -63,6 +64,7 @@ class Recipe(Settings):
     rows: list[str]
     costly_seeds: int = Field(1, ge=0, description="seeds for rows that train")
     costly_at: list[int] = Field([], description="counts at which rows that train are run; all where empty")
+    costly_tasks: list[str] = Field([], description="tasks on which rows that train are run; all where empty")
     finetune: FineTuning = FineTuning()
     test_samples: int = Field(1000, ge=2)
     micro_batch: int = Field(32, ge=1)
@@ -70,6 +72,7 @@ class Recipe(Settings):
     @model_validator(mode="after")
     def _complete(self) -> Recipe:
         wrong = [f"no model '{name}'" for pair in self.pairs for name in pair if name not in self.models]
+        wrong += [f"no task '{task}'" for task in self.costly_tasks if task not in self.tasks]
         wrong += [f"no row '{row}': one of {', '.join(ROWS)}" for row in self.rows if row not in ROWS]
         if bool(self.samples) == bool(self.per_class):
             wrong.append("give samples or per_class, not both")
@@ -86,6 +89,7 @@ class Recipe(Settings):
                     for seed in range(self.seeds):
                         for count in counts:
                             costly = seed < self.costly_seeds and (not self.costly_at or count in self.costly_at)
+                            costly = costly and (not self.costly_tasks or task in self.costly_tasks)
                             rows = tuple(row for row in self.rows if costly or not ROWS[row].costly)
                             yield Cell(pair[0], pair[1], task, sampler, count, bool(self.per_class), seed, rows)
 

@@ -21,12 +21,13 @@ class RowKind:
     settings: dict[str, Any] = field(default_factory=dict)
     auto_scale: bool = False
     costly: bool = False  # trains, so it takes many times longer than a transfer
+    drawn: bool = True  # depends on the calibration samples
 
 
 ROWS: dict[str, RowKind] = {
-    "naive": RowKind("naive"),
+    "naive": RowKind("naive", drawn=False),
     "theseus": RowKind("theseus"),
-    "transfusion": RowKind("transfusion"),
+    "transfusion": RowKind("transfusion", drawn=False),
     "gradfix": RowKind("gradfix"),
     "bico": RowKind("bico"),
     "bico, automatic scale": RowKind("bico", auto_scale=True),

@@ -44,6 +44,7 @@ def stand_in(recipe: Recipe, folder: Path) -> tuple[Recipe, Places]:
         "samples": [min(count, 8 + i) for i, count in enumerate(recipe.samples[-2:])],
         "per_class": [min(count, 1 + i) for i, count in enumerate(recipe.per_class[-2:])],
         "costly_at": [],
+        "costly_tasks": [],
         "seeds": 1,
         "finetune": FineTuning(steps=2, batch=8, warmup=1, every=2),
         "test_samples": TEST,

@@ -1,18 +1,20 @@
 """From records to tables: mean over draws for each task, the average with its spread, and the share recovered.
 
->>> print(markdown(recipe, records))
+>>> print(markdown(collect(records)))
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from taskferry.bench.running import BASE_ROWS, ORACLE, TARGET, TUNED, Record
 
-Key = tuple[str, str, str, int]  # source, target, sampler, count
+Scores = dict[str, dict[str, dict[int, float]]]  # row -> task -> draw -> score
+Key = tuple[str, str, str, int]  # source, target, sampler, number of samples
+Groups = dict[Key, Scores]
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,9 @@ class Line:
     draws: int
 
 
-def collect(records: Iterable[Record]) -> dict[Key, dict[str, dict[str, dict[int, float]]]]:
-    """Scores as group -> row -> task -> draw -> score."""
-    groups: dict[Key, dict[str, dict[str, dict[int, float]]]] = {}
+def collect(records: Iterable[Record]) -> Groups:
+    """Scores by pair, sampler and number of samples."""
+    groups: Groups = {}
     for record in records:
         cell = record["cell"]
         key = (cell["source"], cell["target"], cell["sampler"], int(cell.get("samples", cell.get("per_class", 0))))
@@ -47,7 +49,26 @@ def refusals(records: Iterable[Record]) -> dict[str, str]:
     return {e["row"]: e["refused"] for record in records for e in record["rows"] if "refused" in e}
 
 
-def lines(group: dict[str, dict[str, dict[int, float]]], count: int) -> list[Line]:
+def to_json(groups: Groups) -> list[dict[str, Any]]:
+    """Groups as plain data, small enough to keep."""
+    return [
+        {"source": source, "target": target, "sampler": sampler, "count": count, "scores": scores}
+        for (source, target, sampler, count), scores in groups.items()
+    ]
+
+
+def from_json(data: Iterable[dict[str, Any]]) -> Groups:
+    """What `to_json` wrote; JSON made the numbers of draws text."""
+    return {
+        (g["source"], g["target"], g["sampler"], int(g["count"])): {
+            row: {task: {int(draw): score for draw, score in draws.items()} for task, draws in tasks.items()}
+            for row, tasks in g["scores"].items()
+        }
+        for g in data
+    }
+
+
+def lines(group: Scores, count: int) -> list[Line]:
     """All rows of one group, the fixed ones first; gains compare the same tasks and draws."""
     order = [*BASE_ROWS, *(row for row in group if row not in BASE_ROWS)]
     result = []
@@ -76,27 +97,22 @@ def lines(group: dict[str, dict[str, dict[int, float]]], count: int) -> list[Lin
     return result
 
 
-def markdown(records: Sequence[Record], count_name: str = "N") -> str:
-    """One table for each pair and sampler; fixed rows once, the others by number of samples."""
+def markdown(groups: Groups, count_name: str = "N", refused: Mapping[str, str] | None = None) -> str:
+    """One table for each pair and sampler: rows that no sample changes first, the others by number of samples."""
     tables = []
-    groups = collect(records)
     for pair in dict.fromkeys(key[:3] for key in groups):
         counts = sorted(key[3] for key in groups if key[:3] == pair)
-        tasks = sorted({task for count in counts for task in groups[(*pair, count)][TARGET]})
-        header = ["", count_name, *tasks, "average (gain)", "recovered"]
-        rows: list[list[str]] = []
-        for count in counts:
-            for line in lines(groups[(*pair, count)], count):
-                if line.count is None and count != counts[-1] and pair[2] == "random":
-                    continue  # fixed rows once, before the largest
-                rows.append([line.row, "" if line.count is None else str(line.count), *_cells(line, tasks)])
+        by_count = {count: lines(groups[(*pair, count)], count) for count in counts}
+        tasks = sorted({task for found in by_count.values() for line in found for task in line.tasks})
+        moving = [line for found in by_count.values() for line in found if line.count is not None]
+        fixed = [line for line in by_count[counts[-1]] if line.count is None]
+        shown = [
+            [line.row, "" if line.count is None else str(line.count), *_cells(line, tasks)] for line in fixed + moving
+        ]
         note = "" if pair[2] == "random" else f", {pair[2]} samples"
-        fixed = [row for row in rows if not row[1]]
-        moving = [row for row in rows if row[1]]
-        tables.append(f"{pair[0]} → {pair[1]}{note}\n\n" + table(header, [*fixed, *moving]))
-    refused = refusals(records)
-    notes = [f"{row}: {sentence}" for row, sentence in refused.items()]
-    return "\n\n".join([*tables, *notes])
+        header = ["", count_name, *tasks, "average (gain)", "recovered"]
+        tables.append(f"{pair[0]} → {pair[1]}{note}\n\n" + table(header, shown))
+    return "\n\n".join([*tables, *(f"{row}: {sentence}" for row, sentence in (refused or {}).items())])
 
 
 def _cells(line: Line, tasks: Sequence[str]) -> list[str]:

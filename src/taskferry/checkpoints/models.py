@@ -29,17 +29,24 @@ _FORMATS: tuple[ModuleType, ...] = (openclip, timm, huggingface)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
-def load_model(given: str, *, like: nn.Module | None = None, architecture: str | None = None) -> Loaded:
+def load_model(
+    given: str, *, like: nn.Module | None = None, architecture: str | None = None, image_size: int | None = None
+) -> Loaded:
     """A model in float32, frozen and in eval mode; `like` asks for the class of another model (a base's).
 
     `architecture` names a class of transformers where it is not the folder's own: T5EncoderModel for a whole T5.
+    `image_size` lets a timm model read images of another size.
     """
     where = resolve(given)
     for kind in _FORMATS:
         if kind.owns(where):
-            if architecture is not None and kind is not huggingface:
-                raise TaskferryError(f"{given}: an architecture can be chosen for Hugging Face models alone")
-            more = {} if architecture is None else {"architecture": architecture}
+            wishes = {"architecture": (architecture, huggingface), "image_size": (image_size, timm)}
+            more = {name: value for name, (value, _) in wishes.items() if value is not None}
+            for name in more:
+                if wishes[name][1] is not kind:
+                    raise TaskferryError(
+                        f"{given}: {name} is for {wishes[name][1].__name__.split('.')[-1]} models alone"
+                    )
             model, folder, absent, extra = kind.load(where, like, **more)
             return Loaded(model.eval().requires_grad_(False), given, folder, kind, frozenset(absent), extra)
     raise TaskferryError(

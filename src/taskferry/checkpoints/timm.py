@@ -27,15 +27,20 @@ def owns(where: str) -> bool:
     return isinstance(data, dict) and "architecture" in data and "model_type" not in data
 
 
-def load(where: str, like: nn.Module | None) -> tuple[nn.Module, Path, set[str], dict[str, Any]]:  # noqa: ARG001
+def load(
+    where: str,
+    like: nn.Module | None,  # noqa: ARG001
+    image_size: int | None = None,
+) -> tuple[nn.Module, Path, set[str], dict[str, Any]]:
     """The model with its pretrained weights, in float32."""
     timm = _import()
     try:
-        model = timm.create_model(f"local-dir:{where}", pretrained=True)
+        more = {} if image_size is None else {"img_size": image_size}
+        model = timm.create_model(f"local-dir:{where}", pretrained=True, **more)
     except (RuntimeError, ValueError, FileNotFoundError, KeyError) as error:
         raise TaskferryError(f"{where} does not load with timm: {str(error).splitlines()[0]}") from error
     stored = next(iter(read_state(_weights(Path(where))).values())).dtype
-    return model.float(), Path(where), set(), {"dtype": stored}
+    return model.float(), Path(where), set(), {"dtype": stored, "image_size": image_size}
 
 
 def write(target: Loaded, tau: TaskVector, scale: float, folder: Path) -> None:
@@ -55,7 +60,9 @@ def tokenizer(loaded: Loaded) -> Any:
 def image_transform(loaded: Loaded) -> Any:
     """timm's own evaluation transform of this model."""
     timm = _import()
-    transform = timm.data.create_transform(**timm.data.resolve_data_config({}, model=loaded.model))
+    size = loaded.extra.get("image_size")
+    asked = {} if size is None else {"input_size": (3, size, size)}
+    transform = timm.data.create_transform(**timm.data.resolve_data_config(asked, model=loaded.model))
     return lambda image: transform(image.convert("RGB"))
 
 

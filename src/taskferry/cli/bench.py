@@ -19,7 +19,7 @@ from taskferry.bench.recipe import Cell, load_recipe, recipe_names
 from taskferry.bench.running import Places, Record, Reporter, run_recipe
 from taskferry.bench.smoke import smoke_failures
 from taskferry.bench.standin import stand_in
-from taskferry.bench.tables import markdown
+from taskferry.bench.tables import collect, markdown, refusals
 from taskferry.cli.options import DryRun, Json, Quiet, YamlFile, with_settings
 from taskferry.cli.screen import plain, print_json
 from taskferry.methods import methods
@@ -87,7 +87,7 @@ def run(
         print_json(records)
     elif not quiet:
         Console(highlight=False, soft_wrap=True).print(
-            f"\n{markdown(records, 'K' if chosen.per_class else 'N')}", markup=False
+            f"\n{_page(records, 'K' if chosen.per_class else 'N')}", markup=False
         )
 
 
@@ -108,7 +108,7 @@ def smoke(
     else:
         console = Console(highlight=False, soft_wrap=True)
         if not quiet:
-            console.print(f"\n{markdown(records)}\n\n{seconds:.0f} s", markup=False)
+            console.print(f"\n{_page(records)}\n\n{seconds:.0f} s", markup=False)
         for failure in failures:
             console.print(f"[bold red]missed[/]  {plain(failure)}")
     raise typer.Exit(1 if failures else 0)
@@ -156,6 +156,10 @@ def _run(recipe: Any, name: str, places: Places, silent: bool) -> list[Record]:
     columns = (TextColumn("{task.description:>28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(highlight=False)) as progress:
         return run_recipe(recipe, name, places, _Bars(progress, name))
+
+
+def _page(records: list[Record], count_name: str = "N") -> str:
+    return markdown(collect(records), count_name, refusals(records))
 
 
 def _show_plan(plan: RecipePlan, as_json: bool) -> None:
