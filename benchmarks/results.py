@@ -1,0 +1,197 @@
+"""docs/results.md from the committed results.
+
+    python benchmarks/results.py [--check]
+
+Nothing is measured here. `--check` writes nothing and exits with 1 where the page is not what the results say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import common
+import zoo
+
+from taskferry.bench.recipe import load_recipe
+from taskferry.bench.running import ORACLE, TARGET
+from taskferry.bench.tables import from_json, lines, markdown
+
+PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+ROWS = ("naive", "theseus", "bico", "bico, automatic scale", "few-shot", "few-shot, from bico")
+
+INTRODUCTION = """# Results
+
+Every number on this page comes from a file in `benchmarks/results/`, and the page from `python benchmarks/results.py`.
+Machine: two CPU cores, no GPU. Spreads are standard deviations over draws of the calibration set. *Recovered* is the
+share of what fine-tuning the target on all training data would gain (the *oracle*). *Gain* is over the target as it
+is, in the same draws. Test data is looked at only to score; the automatic scale is chosen on the calibration samples.
+"""
+
+ZOO = """## The zoo
+
+Four small OpenCLIP models, pre-trained from nothing by `python benchmarks/pretrain_zoo.py NAME` and committed in
+`benchmarks/zoo` with the command, seed and log that made them:
+
+{models}
+
+`narrow` saw one part of the fonts and drawings, the others a second part that shares no font family and no drawing
+with the first. Seven tasks (`python benchmarks/zoo_tasks.py OUT`): handwritten digits and letters (mnist, letters),
+photographs (fashion, cifar10), glyphs of unseen fonts under unseen corruptions (occluded, case), drawings of unseen
+classes (drawings). Zero-shot heads from each model's own text tower. Sources and oracles are fine-tuned for
+{steps} steps of {batch} at {rate:g}. Rows that train (few-shot) are run on one draw of four tasks.
+
+All of it: `python benchmarks/zoo.py --json benchmarks/results/zoo.json`.
+"""
+
+HEADS = """BiCo at scale 1 with gradients of different losses, 100 samples, three draws; gain over the target, scored on
+samples of the training set that the source never saw."""
+CAUSAL = """LoRA adapters of a small Llama on three domains, moved to a larger one of the same tokenizer and to one with a
+tokenizer of its own; all pre-trained here on film reviews. 128 samples, three draws; the share is of the loss that a
+LoRA trained on the target takes away."""
+
+
+def read(name: str) -> dict[str, Any]:
+    path = common.RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def zoo_models() -> str:
+    rows = []
+    for folder in sorted(p for p in zoo.ZOO.iterdir() if p.is_dir()):
+        config = json.loads((folder / "open_clip_config.json").read_text())["model_cfg"]["vision_cfg"]
+        log = json.loads((folder / "training.json").read_text())
+        grid = config["image_size"] // config["patch_size"]
+        rows.append(
+            [folder.name, str(config["width"]), str(config["layers"]), f"{config['image_size']} ({grid}×{grid})",
+             log["part"], str(log["seed"]), f"{log['log'][-1]['held_out_fonts']} %", f"{log['seconds'] / 60:.0f} min"]
+        )  # fmt: skip
+    header = ["", "width", "blocks", "pixels (patches)", "part", "seed", "62 characters of unseen fonts", "made in"]
+    return common.table(header, rows)
+
+
+def zoo_part(results: dict[str, Any]) -> list[str]:
+    protocol = load_recipe("zoo/table1").finetune
+    text = [
+        ZOO.format(models=zoo_models(), steps=protocol.steps, batch=protocol.batch, rate=protocol.learning_rate),
+        "### In short\n",
+    ]
+    scenarios = zoo.at_hundred(results)
+    header = ["at N = 100", "draws", "target", "oracle", *(f"{row}: gain" for row in ROWS[:4]), "BiCo", "automatic"]
+    rows = []
+    for scenario, groups in scenarios.items():
+        for key, scores in groups.items():
+            found = {line.row: line for line in lines(scores, key[3])}
+            gains = [f"{found[row].gain:+.1f}" if row in found else "" for row in ROWS[:4]]
+            shares = [f"{found[row].recovered:.0%}" for row in ROWS[2:4]]
+            fixed = [f"{found[row].average:.1f}" for row in (TARGET, ORACLE)]
+            draws = str(found["bico"].draws)
+            rows.append([f"{scenario} ({key[0]} → {key[1]})", draws, *fixed, *gains, *shares])
+    mean = zoo.averages(results)
+    gains = [f"**{mean[row]['gain']:+.1f}**" for row in ROWS[:4]]
+    shares = [f"**{mean[row]['recovered']:.0%}**" for row in ROWS[2:4]]
+    rows.append(["**mean over scenarios**", "", "", "", *gains, *shares])
+    text.append(common.table(header, rows))
+    text.append(few_shot_part(scenarios))
+    grown = {row: zoo.growth(results, row) for row in ("theseus", "bico", "bico, automatic scale")}
+    counts = list(grown["bico"])
+    growing = [[row, *(f"{values[c]:+.1f}" for c in counts)] for row, values in grown.items()]
+    text.append(
+        "\n### Gain by number of samples\n\nMean over tasks, draws and the scenarios that were run at every N.\n\n"
+        + common.table(["", *(f"N = {c}" for c in counts)], growing)
+    )
+    missed = zoo.missed(results)
+    verdict = "\n".join(f"- {sentence}" for sentence in missed) if missed else "All bounds of the benchmark hold."
+    text.append(f"\n### Bounds\n\n{verdict}")
+    for name, found in results.items():
+        share = (
+            f"{found['seconds_moving'] / 60:.0f} minutes of one core for moving (fine-tunes and scoring not counted)"
+        )
+        scale = found["scales"]
+        chosen = f" Automatic scales: mean {scale['mean']}, from {scale['least']} to {scale['most']}." if scale else ""
+        page = markdown(from_json(found["groups"]), found["counted"], found["refused"])
+        text.append(
+            f"\n### {found['title']}\n\n`taskferry bench run {name}`, seeds 0 to {load_recipe(name).seeds - 1}; {share}."
+            f"{chosen}\n\n{page}"
+        )
+    return text
+
+
+def few_shot_part(scenarios: dict[str, Any]) -> str:
+    """What a user would do instead, on the same draws and tasks."""
+    rows = []
+    for row in ("bico", "bico, automatic scale", "few-shot", "few-shot, from bico"):
+        gains, shares, wins, cells = [], [], 0, 0
+        for groups in scenarios.values():
+            for scores in groups.values():
+                if "few-shot" not in scores:
+                    continue
+                for task, draws in scores["few-shot"].items():
+                    for draw in draws:
+                        gains.append(scores[row][task][draw] - scores[TARGET][task][draw])
+                        shares.append(scores[ORACLE][task][draw] - scores[TARGET][task][draw])
+                        best = max(scores[r][task][draw] for r in ROWS[2:])
+                        wins += scores[row][task][draw] == best
+                        cells += 1
+        if gains:
+            recovered = f"{statistics.mean(gains) / statistics.mean(shares):.0%}"
+            rows.append([row, f"{statistics.mean(gains):+.1f}", recovered, f"{wins} of {cells}"])
+    header = ["", "gain", "recovered", "best of the four"]
+    return (
+        "\n### What a user would do instead\n\nFew-shot fine-tuning of the target on the same 100 samples, its steps "
+        "chosen by cross-validation within them, and the same from the moved start. Only the draws and tasks on which "
+        "all four were run.\n\n" + common.table(header, rows)
+    )
+
+
+def real_part(results: dict[str, Any]) -> list[str]:
+    text = [
+        "\n## Real pre-trained pairs\n\n`python benchmarks/real_pairs.py --json benchmarks/results/real_pairs.json`: "
+        "published models and data, sources tuned on thousands of samples, every row of the target with a linear probe "
+        "fitted on the same 100 samples."
+    ]
+    for name, found in results.items():
+        page = markdown(from_json(found["groups"]), "N", found["refused"])
+        text.append(f"\n### {found['title']}\n\n`{name}`, seeds 0 to {load_recipe(name).seeds - 1}.\n\n{page}")
+    return text
+
+
+def plain_part(name: str, title: str, words: str) -> list[str]:
+    path = common.RESULTS / f"{name}.md"
+    if not path.exists():
+        return []
+    seconds = read(name).get("seconds", 0)
+    command = f"`python benchmarks/{name}.py --json benchmarks/results/{name}.json`"
+    return [f"\n## {title}\n\n{words} {command}, {seconds / 60:.0f} minutes.\n\n{path.read_text().strip()}"]
+
+
+def page() -> str:
+    parts = [INTRODUCTION]
+    if results := read("zoo"):
+        parts += zoo_part(results)
+    if results := read("real_pairs"):
+        parts += real_part(results)
+    parts += plain_part("heads", "Which loss gives an encoder's gradients", HEADS)
+    parts += plain_part("causal", "Causal language models", CAUSAL)
+    analysis = common.RESULTS / "analysis.md"
+    if analysis.exists():
+        parts.append("\n" + analysis.read_text().strip())
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail where the page is old")
+    options = parser.parse_args()
+    made = page()
+    if options.check:
+        sys.exit(0 if PAGE.exists() and PAGE.read_text() == made else 1)
+    PAGE.write_text(made)
+
+
+if __name__ == "__main__":
+    main()
