@@ -214,7 +214,7 @@ def main() -> None:
     quick = options.quick
     root = Path(os.environ.get("TASKFERRY_BENCH_DATA", zoo_data.DATA)) / ("causal-quick" if quick else "causal")
     make_data(root)
-    steps, lora_steps, seeds, samples = (60, 20, 1, 32) if quick else (1500, 300, 3, 128)
+    steps, lora_steps, seeds, samples = (60, 20, 1, 32) if quick else (1000, 200, 2, 128)
     targets = ("large",) if quick else ("large", "other")
     domains = DOMAINS[:1] if quick else DOMAINS
     folders = {name: pretrain(name, root, steps) for name in ("small", *targets)}

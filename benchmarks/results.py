@@ -43,16 +43,16 @@ Four small OpenCLIP models, pre-trained from nothing by `python benchmarks/pretr
 with the first. Seven tasks (`python benchmarks/zoo_tasks.py OUT`): handwritten digits and letters (mnist, letters),
 photographs (fashion, cifar10), glyphs of unseen fonts under unseen corruptions (occluded, case), drawings of unseen
 classes (drawings). Zero-shot heads from each model's own text tower. Sources and oracles are fine-tuned for
-{steps} steps of {batch} at {rate:g}. Rows that train (few-shot) are run on one draw of four tasks.
+{steps} steps of {batch} at {rate:g}. Rows that train (few-shot) are run on one draw of mnist and cifar10.
 
 All of it: `python benchmarks/zoo.py --json benchmarks/results/zoo.json`.
 """
 
-HEADS = """BiCo at scale 1 with gradients of different losses, 100 samples, three draws; gain over the target, scored on
+HEADS = """BiCo at scale 1 with gradients of different losses, 100 samples; gain over the target, scored on
 samples of the training set that the source never saw."""
-CAUSAL = """LoRA adapters of a small Llama on three domains, moved to a larger one of the same tokenizer and to one with a
-tokenizer of its own; all pre-trained here on film reviews. 128 samples, three draws; the share is of the loss that a
-LoRA trained on the target takes away."""
+CAUSAL = """LoRA adapters of a small Llama on three domains, moved to a larger one of the same tokenizer and to one with
+a tokenizer of its own; all pre-trained here on film reviews. The share is of the loss that a LoRA trained on the target
+takes away."""
 
 
 def read(name: str) -> dict[str, Any]:
@@ -114,10 +114,9 @@ def zoo_part(results: dict[str, Any]) -> list[str]:
         scale = found["scales"]
         chosen = f" Automatic scales: mean {scale['mean']}, from {scale['least']} to {scale['most']}." if scale else ""
         page = markdown(from_json(found["groups"]), found["counted"], found["refused"])
-        text.append(
-            f"\n### {found['title']}\n\n`taskferry bench run {name}`, seeds 0 to {load_recipe(name).seeds - 1}; {share}."
-            f"{chosen}\n\n{page}"
-        )
+        seeds = load_recipe(name).seeds - 1
+        command = f"`taskferry bench run {name}`, seeds 0 to {seeds}; {share}.{chosen}"
+        text.append(f"\n### {found['title']}\n\n{command}\n\n{page}")
     return text
 
 

@@ -58,17 +58,16 @@ def test_pages_name_only_files_that_exist() -> None:
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
-def test_the_readme_s_python_runs(desk: Path) -> None:
-    """The library example, on the folders above."""
-    (example,) = blocks(ROOT / "README.md", "python")
-    names = {"base-a", "tuned-a", "base-b", "data.jsonl"}
-    assert all(name in example for name in names)
-    code = example
-    for name in names:
-        code = code.replace(f'"{name}"', repr(str(desk / name)))
+@pytest.mark.parametrize(
+    ("page", "made"), [("README.md", "moved"), ("docs/benchmarks.md", "history")], ids=["readme", "benchmarks"]
+)
+def test_the_python_of_the_pages_runs(page: str, made: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library examples, on the folders above."""
+    (example,) = blocks(ROOT / page, "python")
+    monkeypatch.chdir(desk)
     scope: dict[str, object] = {}
-    exec(compile(code, "README.md", "exec"), scope)
-    assert (desk / "tuned-b").exists() or "moved" in scope
+    exec(compile(example, page, "exec"), scope)
+    assert made in scope
 
 
 def test_changelog_names_the_version() -> None:

@@ -8,14 +8,17 @@
 
 from taskferry.alignment import Alignment
 from taskferry.calibration import Batch, Calibration, image_calibration, text_calibration
+from taskferry.calibration.data import load_samples
 from taskferry.checkpoints import load_model, load_tuned
 from taskferry.coverage import Coverage
 from taskferry.errors import TaskferryError
+from taskferry.evaluation import FineTuning, Pool, evaluate, finetune
 from taskferry.fitting import fit
 from taskferry.objectives import (
     Head,
     LanguageModel,
     LinearProbe,
+    NewHead,
     Objective,
     Prototypes,
     ZeroShot,
@@ -29,19 +32,25 @@ __all__ = [
     "Batch",
     "Calibration",
     "Coverage",
+    "FineTuning",
     "Head",
     "LanguageModel",
     "LinearProbe",
     "LowRank",
+    "NewHead",
     "Objective",
+    "Pool",
     "Prototypes",
     "TaskVector",
     "TaskferryError",
     "ZeroShot",
     "__version__",
+    "evaluate",
+    "finetune",
     "fit",
     "image_calibration",
     "load_model",
+    "load_samples",
     "load_tuned",
     "teacher_labels",
     "text_calibration",

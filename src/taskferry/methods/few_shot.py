@@ -60,7 +60,10 @@ def few_shot(
 def best_steps(
     model: nn.Module, loss: Loss, batches: Sequence[Batch], begin: dict[str, Tensor], learning_rate: float, folds: int
 ) -> int:
-    """The number of steps with the lowest loss on samples left out, over folds of the samples; 0 if none helps."""
+    """The number of steps with the lowest loss on samples left out, over folds of the samples; 0 if none helps.
+
+    Counts behind the first fold's valley are not tried: its loss has risen twice in a row there.
+    """
     folds = min(folds, len(batches))
     if folds < 2:
         raise CannotMove("choosing the steps needs two micro-batches at least: lower --micro-batch, or give steps")
@@ -68,12 +71,16 @@ def best_steps(
     for fold in range(folds):
         held_out = list(batches[fold::folds])
         rest = [batch for i, batch in enumerate(batches) if i % folds != fold]
-        done = 0
+        done, risen, before = 0, 0, float("inf")
         optimiser = None
-        for count in totals:
+        for count in list(totals):
             optimiser = train(model, loss, rest, count - done, learning_rate, optimiser)
-            totals[count] += calibration_loss(model, loss, held_out)
-            done = count
+            found = calibration_loss(model, loss, held_out)
+            totals[count] += found
+            done, risen, before = count, risen + 1 if found > before else 0, found
+            if fold == 0 and risen == 2:
+                totals = {known: total for known, total in totals.items() if known <= count}
+                break
         restore(model, begin)
     return min(totals, key=lambda count: (totals[count], count))
 
