@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import statistics
@@ -11,6 +12,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from taskferry.bench.tables import table
+
+__all__ = ["RESULTS", "SHARED", "arguments", "finish", "keep", "mean_spread", "need_shared", "table"]
 
 SHARED = Path(os.environ.get("TASKFERRY_SHARED", Path(__file__).parents[1].parent / "shared"))
 RESULTS = Path(__file__).parent / "results"
@@ -25,8 +30,7 @@ def arguments(description: str) -> argparse.Namespace:
 
 def need_shared() -> Path:
     if not (SHARED / "models").is_dir():
-        print(f"no real models at {SHARED}: set TASKFERRY_SHARED")
-        sys.exit(0)
+        sys.exit(f"no real models and data at {SHARED}: set TASKFERRY_SHARED")
     return SHARED
 
 
@@ -34,11 +38,6 @@ def mean_spread(values: Sequence[float], digits: int = 1) -> str:
     if len(values) < 2:
         return f"{values[0]:.{digits}f}"
     return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def finish(results: dict[str, Any], markdown: str, path: Path | None, failures: Sequence[str], started: float) -> None:
@@ -52,3 +51,17 @@ def finish(results: dict[str, Any], markdown: str, path: Path | None, failures: 
     for failure in failures:
         print("missed:", failure)
     sys.exit(1 if failures else 0)
+
+
+def keep(path: Path, results: dict[str, Any]) -> dict[str, Any]:
+    """Add results to a file that several processes may share; returns all that it holds now."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = json.loads(path.read_text()) if path.exists() else {}
+        merged = dict(sorted({**known, **results}.items()))
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(merged) + "\n")
+        part.replace(path)
+    path.with_suffix(".lock").unlink(missing_ok=True)
+    return merged

@@ -9,9 +9,7 @@ core in all; several processes may share the work with --recipes.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -19,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import common
+import recipes
 import zoo_data
 import zoo_tasks
 
-from taskferry.bench.recipe import load_recipe, recipe_names
-from taskferry.bench.running import ORACLE, TARGET, Places, Reporter, run_recipe
-from taskferry.bench.tables import Groups, collect, from_json, lines, markdown, refusals, to_json
+from taskferry.bench.recipe import recipe_names
+from taskferry.bench.running import Places
+from taskferry.bench.tables import Groups, from_json, lines
 
 ZOO = Path(__file__).parent / "zoo"
 SCENARIOS = {  # at N = 100
@@ -36,45 +35,6 @@ SCENARIOS = {  # at N = 100
     "shallow → deep, other pre-training": "zoo/tableH",
     "deep → shallow": "zoo/tableG",
 }
-
-
-class Told(Reporter):
-    """A line for every cell."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.started = name, time.time()
-
-    def cell(self, done: int, total: int, cell: Any) -> None:
-        print(f"{self.name} {done}/{total} {cell.task} {time.time() - self.started:.0f} s", flush=True)
-
-
-def run(name: str, quick: bool) -> dict[str, Any]:
-    """The results of a recipe as small data."""
-    recipe = load_recipe(name)
-    started = time.time()
-    if quick:
-        short = recipe.finetune.model_copy(update={"steps": 20, "every": 20, "warmup": 2})
-        tasks = {"mnist": recipe.tasks["mnist"]}
-        recipe = recipe.model_copy(
-            update={"tasks": tasks, "finetune": short, "seeds": 1, "costly_seeds": 0, "test_samples": 100}
-        )
-    for task in recipe.tasks:
-        zoo_tasks.write(recipe.tasks[task].given, zoo_data.DATA / "tasks")
-    work = zoo_data.DATA / ("work-quick" if quick else "work")
-    records = run_recipe(recipe, name, Places(ZOO, zoo_data.DATA / "tasks", work), Told(name))
-    timed = sum(entry.get("seconds", 0.0) for record in records for entry in record["rows"])
-    scales = [e["scale"] for r in records for e in r["rows"] if e["row"] == "bico, automatic scale" and "scale" in e]
-    return {
-        "title": recipe.title,
-        "counted": "K" if recipe.per_class else "N",
-        "seconds_moving": round(timed),
-        "seconds_now": round(time.time() - started),
-        "scales": {"mean": round(statistics.mean(scales), 2), "least": min(scales), "most": max(scales)}
-        if scales
-        else {},
-        "groups": to_json(collect(records)),
-        "refused": refusals(records),
-    }
 
 
 def at_hundred(results: dict[str, Any]) -> dict[str, Groups]:
@@ -136,33 +96,24 @@ def missed(results: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one task, 20 steps of fine-tuning, no bounds")
-    parser.add_argument("--json", type=Path, help="write the results here; those of other recipes there are kept")
-    parser.add_argument("--recipes", nargs="*", default=[], help="these alone")
-    options = parser.parse_args()
+    chosen = recipes.options(__doc__ or "")
     started = time.time()
-    names = options.recipes or [n for n in recipe_names() if n.startswith("zoo/table")]
-    if options.quick:
-        names = options.recipes or ["zoo/table5"]
-    results: dict[str, Any] = {}
-    if options.json is not None and options.json.exists():
-        results = json.loads(options.json.read_text())
-    for name in names:
-        results[name] = run(name, options.quick)
-        print(f"\n## {name}\n\n{markdown(from_json(results[name]['groups']), results[name]['counted'])}\n", flush=True)
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(dict(sorted(results.items()))) + "\n")
+    names = chosen.recipes or [n for n in recipe_names() if n.startswith("zoo/table")]
+    if chosen.quick:
+        names = chosen.recipes or ["zoo/table5"]
+    for task in ["mnist"] if chosen.quick else zoo_tasks.TASKS:
+        zoo_tasks.write(task, zoo_data.DATA / "tasks")
+    work = zoo_data.DATA / ("work-quick" if chosen.quick else "work")
+    results = recipes.run_all(names, chosen, lambda _: "mnist", Places(ZOO, zoo_data.DATA / "tasks", work))
     header = ["averaged over scenarios at N = 100", "gain", "recovered", "scenarios"]
     rows = [
         [r, f"{v['gain']:+.1f}", f"{v['recovered']:.0%}", str(v["scenarios"])] for r, v in averages(results).items()
     ]
     print(common.table(header, rows))
-    failures = [] if options.quick or set(SCENARIOS.values()) - set(results) else missed(results)
+    failures = [] if chosen.quick or set(SCENARIOS.values()) - set(results) else missed(results)
     for failure in failures:
         print("missed:", failure)
-    print(f"{time.time() - started:.0f} s; target row {TARGET!r}, oracle {ORACLE!r}")
+    print(f"{time.time() - started:.0f} s")
     sys.exit(1 if failures else 0)
 
 

@@ -89,13 +89,15 @@ def glyphs() -> dict[str, Any]:
             styles += [2 * bold + italic] * 62
             parts += [PARTS.index(part_of(family))] * 62
         print(f"{fonts} of {len(files)} fonts have all {len(CHARACTERS)} characters")
+        part = kept.with_suffix(".part.npz")
         np.savez_compressed(
-            kept,
+            part,
             pictures=np.stack(pictures),
             characters=np.array(characters, np.uint8),
             styles=np.array(styles, np.uint8),
             parts=np.array(parts, np.uint8),
         )
+        part.replace(kept)
     return dict(np.load(kept))
 
 

@@ -107,7 +107,7 @@ def write(name: str, out: Path) -> Path:
 
     make, classes = TASKS[name]
     folder = out / name
-    if (folder / "classes.json").exists():
+    if (folder / "classes.json").exists():  # written last
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     for split in ("train", "test"):

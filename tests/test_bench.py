@@ -11,10 +11,11 @@ import pytest
 from taskferry import TaskferryError
 from taskferry.bench.planning import plan_recipe
 from taskferry.bench.recipe import load_recipe, recipe_names
+from taskferry.bench.rows import ROWS
 from taskferry.bench.running import BASE_ROWS, ORACLE, TARGET, TUNED, Reporter, run_recipe
 from taskferry.bench.smoke import smoke_failures
 from taskferry.bench.standin import stand_in
-from taskferry.bench.tables import collect, from_json, lines, markdown, to_json
+from taskferry.bench.tables import collect, from_json, lines, markdown, refusals, to_json
 from tests.command import taskferry
 
 PAPER = [name for name in recipe_names() if name.startswith("paper/")]
@@ -35,7 +36,6 @@ def test_sizes_and_names_of_the_paper(name: str) -> None:
         (expected,) = [size for part, size in published.items() if part in given]
         assert found == pytest.approx(expected, rel=0.01), given
     assert len(plan.tasks) == (5 if name == "paper/table2" else 8)
-    assert plan.finetune_flops > 100 * plan.transfer_flops / plan.rows
 
 
 def test_the_plan_s_arithmetic_is_the_paper_s() -> None:
@@ -44,7 +44,15 @@ def test_the_plan_s_arithmetic_is_the_paper_s() -> None:
     A, B = plan.models["B16-datacomp"], plan.models["L14-datacomp"]
     assert (A.tokens, B.tokens) == (197, 257)
     assert plan.finetune_flops == 8 * 6.0 * 2000 * 128 * (A.parameters * 197 + B.parameters * 257)
-    assert plan.transfer_flops == 8 * 6 * 100 * 6.0 * (A.parameters * 197 + B.parameters * 257)
+    rows = (
+        ROWS["naive"],
+        ROWS["theseus"],
+        ROWS["bico"],
+        ROWS["bico, automatic scale"],
+        *(ROWS[row] for row in ("few-shot", "few-shot, from bico")),
+    )
+    a, b = (sum(kind.passes[side] for kind in rows) for side in (0, 1))
+    assert plan.transfer_flops == pytest.approx(8 * 100 * 6.0 * (a * A.parameters * 197 + b * B.parameters * 257))
 
 
 @pytest.mark.parametrize("name", ["paper/table1", "paper/table2", "paper/table3", "paper/tableB", "paper/tableG"])
@@ -76,6 +84,54 @@ class Stop(Reporter):
         self.cells = done
 
 
+class Never(Reporter):
+    """Whatever is computed again fails the test."""
+
+    def score(self, record: dict[str, Any]) -> None:
+        raise AssertionError(f"computed again: {record}")
+
+    def training(self, model: str, task: str, step: int, steps: int) -> None:
+        raise AssertionError(f"trained again: {model} on {task}")
+
+
+def test_a_changed_recipe_takes_no_old_results(tmp_path: Path) -> None:
+    """Protocol, heads, models and data are part of a result's identity."""
+    recipe, places = stand_in(load_recipe("paper/tableG"), tmp_path)
+    recipe = recipe.model_copy(update={"rows": ["naive"], "tasks": {"mnist": recipe.tasks["eurosat"]}})
+    run_recipe(recipe, "t", places)
+    run_recipe(recipe, "t", places, Never())
+    longer = recipe.finetune.model_copy(update={"steps": 3})
+    swapped = {**recipe.models, "L14-datacomp": recipe.models["B16-datacomp"]}
+    for change in ({"finetune": longer}, {"test_samples": 9}, {"models": swapped}):
+        with pytest.raises(AssertionError, match="again"):
+            run_recipe(recipe.model_copy(update=change), "t", places, Never())
+
+
+def test_a_draw_that_cannot_be_made_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
+    recipe, places = stand_in(load_recipe("paper/table3"), tmp_path)
+    recipe = recipe.model_copy(update={"per_class": [1, 500], "rows": ["naive", "bico"]})
+    records = run_recipe(recipe, "t", places)
+    few = [r for r in records if r["cell"]["per_class"] == 500]
+    assert all("500 are asked for" in entry["refused"] for record in few for entry in record["rows"])
+    page = markdown(collect(records), "K", refusals(records))
+    assert "500 are asked for (1 of 4 draws)" in page or "500 are asked for (2 of 4 draws)" in page
+
+
+def test_heads_follow_the_kind(tmp_path: Path) -> None:
+    """A probe scores image-text models where the recipe says so, and then the target depends on the draw."""
+    recipe, places = stand_in(load_recipe("paper/table4"), tmp_path)
+    changes = {"kind": "probe", "rows": ["naive"], "seeds": 3, "test_samples": 16, "samples": [12]}
+    records = run_recipe(recipe.model_copy(update=changes), "t", places)
+    (scores,) = collect(records).values()
+    draws = [tuple(scores[TARGET][task].values()) for task in scores[TARGET]]
+    assert any(len(set(values)) > 1 for values in draws)
+    fixed = run_recipe(
+        recipe.model_copy(update={**changes, "kind": "zero-shot", "objective": "prototypes"}), "u", places
+    )
+    (scores,) = collect(fixed).values()
+    assert all(len(set(scores[TARGET][task].values())) == 1 for task in scores[TARGET])
+
+
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     recipe, places = stand_in(load_recipe("paper/table5"), tmp_path)
     with pytest.raises(KeyboardInterrupt):
@@ -85,7 +141,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     with file.open("a") as out:
         out.write('{"cell": {"half": ')  # what a kill in the middle of a write leaves
     after = run_recipe(recipe, "t", places)
-    again = run_recipe(recipe, "t", places, Stop(-1))
+    again = run_recipe(recipe, "t", places, Never())
     fresh, elsewhere = stand_in(load_recipe("paper/table5"), tmp_path / "fresh")
     whole = run_recipe(fresh, "t", elsewhere)
 
@@ -125,6 +181,14 @@ def test_tables_add_up() -> None:
     assert from_json(json.loads(json.dumps(to_json(collect(records))))) == collect(records)
     page = markdown(collect(records))
     assert "| bico | 100 | 65.0 | 25.0 | 45.0 ± 0.0 (+10.0) | 33 % |" in page
+    assert "| few (1 draw, 2 tasks) | 100 |" in page
+    assert page.count(f"| {TARGET} |") == 1
+    probed = [
+        record("x", d, n, target=40.0 + d + n, oracle=90.0, tuned=90.0, bico=60.0) for d in (0, 1) for n in (1, 5)
+    ]
+    page = markdown(collect(probed))
+    assert "| target | 1 | 41.5 | 41.5 ± 0.7" in page
+    assert "| target | 5 | 45.5 | 45.5 ± 0.7" in page
 
 
 def test_the_smoke_run_knows_a_wrong_order() -> None:

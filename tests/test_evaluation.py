@@ -80,7 +80,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(tmp_path: Path) -> None:
 
 def test_other_settings_do_not_resume(tmp_path: Path) -> None:
     trained(tmp_path)
-    with pytest.raises(TaskferryError, match=r"other settings \(batch, learning_rate\)"):
+    with pytest.raises(TaskferryError, match=r"another run \(batch, learning_rate differ\)"):
         trained(tmp_path, settings=SETTINGS.model_copy(update={"batch": 4, "learning_rate": 1e-3}))
 
 
@@ -196,3 +196,50 @@ def test_a_language_model_is_scored_by_the_token() -> None:
         by_hand = model(**batch.inputs).loss  # transformers' own mean over tokens
     assert found.accuracy is None
     assert found.loss == pytest.approx(float(by_hand), rel=1e-5)
+
+
+def test_an_encoder_decoder_predicts_every_label() -> None:
+    """As many labels as inputs must not be taken for a causal model's."""
+    model = tiny.t5(16, 2).eval()
+    batch = tiny.text(0, 3)
+    labels = batch.inputs["input_ids"].clone()
+    same = Batch({**batch.inputs, "labels": labels}, None, batch.ids)
+    with torch.no_grad():
+        by_hand = model(**same.inputs).loss
+    assert evaluate(model, [same], LanguageModel()).loss == pytest.approx(float(by_hand), rel=1e-5)
+
+
+class Normed(Small):
+    """With a normalisation that counts: its running means are state, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(x))
+
+
+def test_running_means_are_part_of_a_checkpoint(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = Normed()
+    again = copy.deepcopy(model)
+    finetune(model, Pictures(), NewHead(3), SETTINGS, folder=tmp_path)
+    finetune(again, Pictures(), NewHead(3), SETTINGS, folder=tmp_path)
+    assert float(model.norm.running_mean.abs().sum()) > 0
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_a_checkpoint_of_another_model_or_objective_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path)
+    torch.manual_seed(2)
+    with pytest.raises(TaskferryError, match=r"another run \(weights differ\)"):
+        finetune(Small(), Pictures(), NewHead(3), SETTINGS, folder=tmp_path)
+    torch.manual_seed(1)
+    with pytest.raises(TaskferryError, match=r"another run \(samples, objective differ\)"):
+        finetune(Small(), Pictures(36), NewHead(4), SETTINGS, folder=tmp_path)
+
+
+def test_a_head_made_from_samples_does_not_learn() -> None:
+    with pytest.raises(TaskferryError, match="NewHead"):
+        finetune(Small(), Pictures(), Prototypes(), SETTINGS)

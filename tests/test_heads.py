@@ -15,7 +15,7 @@ from tests.test_evaluation import Pictures, Small
 def test_each_half_is_scored_by_the_other_half_s_probe() -> None:
     data, model = Pictures(30), Small().eval()
     batches = [data.batch(range(0, 11)), data.batch(range(11, 30))]
-    logits = CrossProbe(2.0).logits(model, batches)
+    logits = CrossProbe(2.0).loss_logits(model, batches)
     with torch.no_grad():
         features = model(data.pixels)
         unit = (features - features.mean(0)) / features.std(0, unbiased=False)
@@ -28,8 +28,12 @@ def test_each_half_is_scored_by_the_other_half_s_probe() -> None:
         for place, i in enumerate(batch.ids):
             weight, bias = probes[1 - int(half[i])]
             assert torch.allclose(logits(batch)[place], unit[i] @ weight.T + bias, atol=1e-4)
-    stranger = Batch({"x": data.pixels[:4] + 0.1}, data.labels[:4], (100, 101, 102, 103))
-    assert logits(stranger).shape == (4, 3)
+    # Whatever its ids say, a sample that is scored was seen by neither: the mean of both.
+    stranger = Batch({"x": data.pixels[:4] + 0.1}, data.labels[:4], (0, 1, 2, 3))
+    with torch.no_grad():
+        x = (model(stranger.inputs["x"]) - features.mean(0)) / features.std(0, unbiased=False)
+        mean = sum(x @ weight.T + bias for weight, bias in probes) / 2
+        assert torch.allclose(CrossProbe(2.0).logits(model, batches)(stranger), mean, atol=1e-4)
 
 
 def test_a_gradient_stays_where_a_plain_probe_leaves_none() -> None:
@@ -41,7 +45,7 @@ def test_a_gradient_stays_where_a_plain_probe_leaves_none() -> None:
     batch = Batch({"input": data.pixels}, data.labels, tuple(range(20)))
     losses = {}
     for head in (LinearProbe(1e-3), CrossProbe(1e-3)):
-        scores = head.logits(model, [batch])(batch)
+        scores = head.loss_logits(model, [batch])(batch)
         losses[type(head).__name__] = float(F.cross_entropy(scores, data.labels))
     assert losses["LinearProbe"] < 0.01
     assert losses["CrossProbe"] > 0.5
@@ -50,5 +54,6 @@ def test_a_gradient_stays_where_a_plain_probe_leaves_none() -> None:
 def test_samples_need_ids_of_their_own() -> None:
     data, model = Pictures(12), Small().eval()
     same = Batch({"x": data.pixels}, data.labels, ())
-    with pytest.raises(TaskferryError, match="ids"):
-        CrossProbe().logits(model, [same, same])
+    for batches in ([same], [same, same]):
+        with pytest.raises(TaskferryError, match="ids"):
+            CrossProbe().bind(model, batches)

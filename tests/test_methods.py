@@ -11,9 +11,9 @@ from torch import nn
 
 from taskferry import Calibration, TaskferryError, TaskVector
 from taskferry.families import family_of
-from taskferry.fitting import fit
+from taskferry.fitting import both_objectives, fit
 from taskferry.methods import CannotMove, Job, find, method, methods, run
-from taskferry.methods.few_shot import best_steps
+from taskferry.methods.few_shot import assign_folds, best_steps
 from taskferry.methods.gradfix import descent_signs, singles
 from taskferry.methods.transfusion import Spaces, match_permutations
 from tests.properties.equivariant import Embedding, Equivariant, Widths, calibration, distance, loss, random_task_vector
@@ -21,11 +21,11 @@ from tests.test_families import double
 from tests.tiny import TINY, relative, tuned
 
 
-def job(name: str, source: tuple[int, int] = (16, 2), target: tuple[int, int] = (16, 2)) -> Job:
+def job(name: str, source: tuple[int, int] = (16, 2), target: tuple[int, int] = (16, 2), micro_batch: int = 6) -> Job:
     tiny = TINY[name]
     A, B = tiny.model(*source, seed=1).double(), tiny.model(*target, seed=2).double()
     tau = TaskVector.between(dict(A.named_parameters()), tuned(A))
-    pairs = Calibration((double(a), double(b)) for a, b in tiny.calibration(24, 6))
+    pairs = Calibration((double(a), double(b)) for a, b in tiny.calibration(24, micro_batch))
     return Job(A, B, tau, pairs, tiny.objective)
 
 
@@ -257,7 +257,8 @@ def test_few_shot_is_plain_fine_tuning() -> None:
 def test_few_shot_chooses_its_steps_inside_the_samples_and_starts_warm() -> None:
     given = job("vit")
     begin = {n: p.detach().clone() for n, p in given.target.named_parameters()}
-    steps = best_steps(given.target, given.target_loss(), given.calibration.side(1), begin, 1e-3, 3)
+    objective = both_objectives(given.objective, given.source, given.target, given.calibration)[1]
+    steps = best_steps(given.target, objective, given.calibration.side(1), begin, 1e-3, 3)
     assert steps in (0, 1, 2, 5, 10, 20, 40)
     assert all(torch.equal(p, begin[n]) for n, p in given.target.named_parameters())
     auto, fixed = (run("few-shot", given, steps=s, learning_rate=1e-3) for s in ("auto", steps))
@@ -265,6 +266,27 @@ def test_few_shot_chooses_its_steps_inside_the_samples_and_starts_warm() -> None
     warm, bico = run("few-shot", given, steps=1, start="bico"), run("bico", given)
     assert (warm - bico).norm() < 0.5 * bico.norm()  # one small step from where BiCo leads
     assert (warm - bico).norm() > 0
+
+
+def test_folds_are_cut_by_sample_and_class() -> None:
+    """Every class in every fold it can fill, the only sample of a class never left out, batches do not matter."""
+    labels = [0] * 9 + [1] * 6 + [2] + [3] * 2
+    folds = assign_folds(labels, 3, keep_single=True)
+    for label, each in ((0, 3), (1, 2)):
+        assert [sum(f == k for f, y in zip(folds, labels, strict=True) if y == label) for k in range(3)] == [each] * 3
+    assert folds[15] == -1
+    assert -1 not in assign_folds(labels, 3, keep_single=False)
+    assert folds[16] != folds[17]
+
+
+def test_the_steps_do_not_depend_on_the_micro_batches() -> None:
+    chosen = set()
+    for size in (2, 5, 12):
+        given = job("vit", micro_batch=size)
+        begin = {n: p.detach().clone() for n, p in given.target.named_parameters()}
+        objective = both_objectives(given.objective, given.source, given.target, given.calibration)[1]
+        chosen.add(best_steps(given.target, objective, given.calibration.side(1), begin, 1e-3, 3))
+    assert len(chosen) == 1
 
 
 # the interface

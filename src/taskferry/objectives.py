@@ -9,9 +9,10 @@ the micro-batches does not matter; the maps do not depend on its scale.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -52,13 +53,19 @@ class Function(Objective):
 class Classifier(Objective):
     """Cross-entropy on a class for each sample; the kinds differ in where the logits come from."""
 
+    fitted: ClassVar[bool] = False  # whether the head is made from samples
+
     def logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:  # noqa: ARG002
         """A function from a micro-batch to [n, classes]."""
         raise TypeError(f"{type(self).__name__} does not say where its logits come from")
 
+    def loss_logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:
+        """The logits whose loss is taken on `batches` themselves."""
+        return self.logits(model, batches)
+
     def bind(self, model: nn.Module, batches: Sequence[Batch]) -> Loss:
         """Summed cross-entropy."""
-        logits = self.logits(model, batches)
+        logits = self.loss_logits(model, batches)
 
         def loss(batch: Batch) -> Tensor:
             scores = logits(batch)
@@ -95,6 +102,11 @@ class ZeroShot(Classifier):
     tokenize: Callable[[list[str]], Any]
     templates: Sequence[str] = ("a photo of a {}.",)
 
+    def describe(self) -> str:
+        """The number of classes, and a hash of their names and of the prompts."""
+        words = hashlib.sha256("\n".join([*self.classes, "", *self.templates]).encode()).hexdigest()[:12]
+        return f"ZeroShot({len(self.classes)} classes, {words})"
+
     def head(self, model: nn.Module) -> Tensor:
         """[classes, d], unit length."""
         family, device = family_of(model), device_of(model)
@@ -121,6 +133,8 @@ class Prototypes(Classifier):
     The default for encoders: unlike a probe fitted to near-zero loss it leaves a gradient to align.
     """
 
+    fitted: ClassVar[bool] = True
+
     temperature: float = 5.0
 
     def logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:
@@ -137,6 +151,8 @@ class Prototypes(Classifier):
 @dataclass(frozen=True)
 class LinearProbe(Classifier):
     """A ridge-regularised logistic probe on standardised features, fitted on the calibration set, then frozen."""
+
+    fitted: ClassVar[bool] = True
 
     ridge: float = 1.0
 
@@ -156,14 +172,33 @@ class CrossProbe(Classifier):
     A probe that never saw a sample cannot fit it to near-zero loss, so its gradient stays.
     """
 
+    fitted: ClassVar[bool] = True
+
     ridge: float = 1.0
 
     def logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:
-        """The other half's probe for calibration samples, the mean of both for any other."""
-        features, labels = calibration_features(model, batches)
-        ids = [i for batch in batches for i in (batch.ids or range(len(batch)))]
-        if len(set(ids)) != len(ids):
+        """For samples that neither probe has seen: the mean of both."""
+        both, _ = self._probes(model, batches)
+        return lambda batch: both(batch).mean(0)
+
+    def loss_logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:
+        """For the calibration samples themselves: the other half's probe."""
+        both, half = self._probes(model, batches)
+        ids = [i for batch in batches for i in batch.ids]
+        if len(ids) != len(half) or len(set(ids)) != len(ids):
             raise TaskferryError("a cross-fitted probe needs samples with ids of their own: Batch(…, ids=…)")
+        of = dict(zip(ids, half, strict=True))
+
+        def scores(batch: Batch) -> Tensor:
+            found = both(batch)
+            other = torch.tensor([1 - of[i] for i in batch.ids], device=found.device)
+            return found[other, torch.arange(len(batch), device=found.device)]
+
+        return scores
+
+    def _probes(self, model: nn.Module, batches: Sequence[Batch]) -> tuple[Logits, list[int]]:
+        """Scores [2, n, classes] of both probes, and the half of each calibration sample."""
+        features, labels = calibration_features(model, batches)
         # Alternate within each class, so that both halves know every class that has two samples.
         half = torch.zeros(len(labels), dtype=torch.long)
         for label in range(int(labels.max()) + 1):
@@ -172,19 +207,13 @@ class CrossProbe(Classifier):
         mean, spread = features.mean(0), features.std(0, unbiased=False).clamp_min(1e-6)
         unit, classes = (features - mean) / spread, int(labels.max()) + 1
         probes = [fit_probe(unit[half == k], labels[half == k], ridge=self.ridge, classes=classes) for k in (0, 1)]
-        of = dict(zip(ids, half.tolist(), strict=True))
         family = family_of(model)
 
         def scores(batch: Batch) -> Tensor:
             x = (family.features(model, batch) - mean) / spread
-            both = torch.stack([x @ weight.T + bias for weight, bias in probes])  # [2, n, classes]
-            known = [of.get(i) for i in batch.ids]
-            if len(known) != len(batch) or any(k is None for k in known):
-                return both.mean(0)
-            other = torch.tensor([1 - int(k or 0) for k in known], device=x.device)
-            return both[other, torch.arange(len(batch), device=x.device)]
+            return torch.stack([x @ weight.T + bias for weight, bias in probes])
 
-        return scores
+        return scores, half.tolist()
 
 
 class NewHead(Classifier):

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from taskferry.alignment import Alignment
 from taskferry.card import hash_files, site_table, write_card, write_record
 from taskferry.checkpoints import (
@@ -23,6 +21,7 @@ from taskferry.checkpoints import (
     load_tuned,
     read_adapter,
 )
+from taskferry.checkpoints.loaded import to_device
 from taskferry.checkpoints.output import check_free, staged_folder
 from taskferry.coverage import Coverage
 from taskferry.errors import TaskferryError
@@ -185,16 +184,9 @@ def difference(base: str, tuned: str, out: Path) -> TaskVector:
 
 
 def _load_pair(source: str, target: str, device: str) -> tuple[Loaded, Loaded]:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     pair = load_model(source), load_model(target)
     for loaded in pair:
-        try:
-            loaded.model.to(device)
-        except (RuntimeError, AssertionError) as error:
-            raise TaskferryError(
-                f"no device '{device}' here: {str(error).splitlines()[0]}; give --device cpu"
-            ) from error
+        to_device(loaded, device)
     return pair
 
 

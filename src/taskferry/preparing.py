@@ -78,7 +78,7 @@ def prepare(
         )
 
     def features(samples: Samples = samples) -> Tensor:
-        return _features(encoder_calibration(samples, source, None, **lengths), source)
+        return _features(samples, source, **lengths)
 
     indices = choose(
         len(samples),
@@ -100,6 +100,8 @@ def prepare(
     by_teacher = settings.labels == "teacher" or chosen.labels is None
     calibration = encoder_calibration(chosen, source, target, **lengths)
     labels = "from the data"
+    if samples.left_out:
+        labels += f" ({samples.left_out} rows have none and are left out)"
     objectives = _objectives(settings, chosen, source, target)
     if by_teacher:
         calibration = calibration.with_labels(_teacher(settings, calibration, chosen, source, tuned))
@@ -301,8 +303,12 @@ def _load_teacher(source: Loaded, tuned: str | None) -> torch.nn.Module:
     return load_model(tuned).model.to(device_of(source.model))
 
 
-def _features(calibration: Calibration, loaded: Loaded) -> Tensor:
-    family, device = family_of(loaded.model), device_of(loaded.model)
-    batches: list[Batch] = calibration.side(0)
+def _features(samples: Samples, loaded: Loaded, *, max_length: int, micro_batch: int) -> Tensor:
+    """[total, d] of all samples, a part at a time: their tensors together may not fit."""
+    family, device, found = family_of(loaded.model), device_of(loaded.model), []
     with torch.no_grad():
-        return torch.cat([family.features(loaded.model, batch.to(device)).cpu() for batch in batches])
+        for start in range(0, len(samples), 16 * micro_batch):
+            part = samples.take(range(start, min(start + 16 * micro_batch, len(samples))))
+            batches = one_sided(part, loaded, max_length=max_length, micro_batch=micro_batch)
+            found += [family.features(loaded.model, batch.to(device)).cpu() for batch in batches]
+    return torch.cat(found)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +37,7 @@ class Comparison:
     metric: str  # "accuracy" or "loss"
     scores: dict[str, list[float]] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # of moving, a seed, without the scoring
     settings: dict[str, Any] = field(default_factory=dict)
 
     def markdown(self) -> str:
@@ -77,9 +76,8 @@ def compare(settings: CompareSettings, tell: Callable[[str, float], None] | None
         result.metric = "accuracy" if isinstance(objective, Classifier) else "loss"
         mover = Mover(Job(source.model, target.model, tau, prepared.calibration, prepared.objectives))
         for row in ["target as it is", *rows]:
-            started = time.perf_counter()
             try:
-                moved, scale = (TaskVector({}), 0.0) if row == "target as it is" else mover.move(row)
+                moved, scale, seconds = (TaskVector({}), 0.0, 0.0) if row == "target as it is" else mover.move(row)
             except TaskferryError as error:
                 result.refusals[row] = str(error)
                 continue
@@ -87,7 +85,7 @@ def compare(settings: CompareSettings, tell: Callable[[str, float], None] | None
                 set_scale(scale)
                 score = evaluate(target.model, test, objective, shots).value
             result.scores.setdefault(row, []).append(score)
-            result.seconds[row] = result.seconds.get(row, 0.0) + time.perf_counter() - started
+            result.seconds[row] = result.seconds.get(row, 0.0) + seconds / settings.seeds
             if tell is not None:
                 tell(row, score)
     return result

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from taskferry.bench.recipe import ModelSpec, Recipe
+from taskferry.bench.rows import ROWS
 from taskferry.checkpoints import load_model
 from taskferry.errors import TaskferryError
 from taskferry.families import family_of
@@ -54,8 +55,9 @@ def plan_recipe(recipe: Recipe, models: Path) -> RecipePlan:
     moving = 0.0
     for cell in cells:
         samples = cell.count * (recipe.tasks[cell.task].classes if cell.per_class else 1)
-        both = sum(6.0 * sizes[name].parameters * sizes[name].tokens for name in (cell.source, cell.target))
-        moving += samples * both * len(cell.rows)
+        for place, name in enumerate((cell.source, cell.target)):
+            passes = sum(ROWS[row].passes[place] for row in cell.rows)
+            moving += 6.0 * sizes[name].parameters * sizes[name].tokens * samples * passes
     tasks = {n: t.given if t.config is None else f"{t.given} ({t.config})" for n, t in recipe.tasks.items()}
     pairs = tuple(recipe.pairs)
     rows = sum(len(cell.rows) for cell in cells)
@@ -63,19 +65,21 @@ def plan_recipe(recipe: Recipe, models: Path) -> RecipePlan:
 
 
 def model_size(spec: ModelSpec, models: Path, longest: int) -> ModelSize:
-    """From a named configuration on no device, or from a local folder."""
-    local = models / spec.given
-    if spec.openclip is not None and not local.is_dir():
+    """From a named configuration without memory for its weights, or from a local folder."""
+    found = Path(spec.find(models))
+    if spec.openclip is not None and not found.is_dir():
         tower: Any = openclip_tower(spec.openclip)
         return ModelSize(spec.given, _count(tower), _patches(tower))
-    if spec.t5 is not None and not local.is_dir():
+    if spec.t5 is not None and not found.is_dir():
         return ModelSize(spec.given, _count(t5_encoder(spec.t5)), longest)
-    if not local.is_dir():
+    if not found.is_dir():
         raise TaskferryError(f"{spec.given} is no folder in {models}: give the folder of models with --models")
-    model = load_model(str(local), architecture=spec.architecture, image_size=spec.image_size).model
+    model = load_model(str(found), architecture=spec.architecture, image_size=spec.image_size).model
     tower = getattr(model, "visual", model)
     if family_of(model).name == "openclip":
         return ModelSize(spec.given, _count(tower), _patches(tower))
+    if family_of(model).name == "timm":
+        return ModelSize(spec.given, _count(tower), int(tower.patch_embed.num_patches + tower.num_prefix_tokens))
     return ModelSize(spec.given, _count(tower), longest)
 
 

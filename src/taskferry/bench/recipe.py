@@ -26,20 +26,29 @@ from taskferry.settings import Settings, load_settings, read_yaml
 SHARED = "shared"  # the folder of pieces that several recipes name
 
 
-class ModelSpec(Settings):
+class Given(Settings):
+    """Something that a recipe names."""
+
+    given: str = Field(description="a folder below --models or --data, any other path, or a hub id")
+
+    def find(self, root: Path) -> str:
+        """The folder below `root` where there is one, else what was given."""
+        local = root / self.given
+        return str(local) if local.is_dir() else self.given
+
+
+class ModelSpec(Given):
     """Where a model comes from, and its shape, so that a plan needs no download."""
 
-    given: str = Field(description="a folder below --models, or a hub id")
     architecture: str | None = Field(None, description="a class of transformers, where it is not the folder's own")
     image_size: int | None = Field(None, description="of a timm model, where it is not its own")
     openclip: str | None = Field(None, description="the name of its OpenCLIP configuration")
     t5: dict[str, int] | None = Field(None, description="its shape as a T5 encoder")
 
 
-class TaskSpec(Settings):
+class TaskSpec(Given):
     """A data set with a train and a test part."""
 
-    given: str = Field(description="a folder below --data, or a hub id")
     config: str | None = Field(None, description="the hub's name of a part of it")
     test: str = Field("test", description="the part to score on")
     columns: dict[str, str] = Field({}, description="its columns that are text, text_pair, image or label")

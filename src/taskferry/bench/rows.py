@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,22 +23,23 @@ class RowKind:
     auto_scale: bool = False
     costly: bool = False  # trains, so it takes many times longer than a transfer
     drawn: bool = True  # depends on the calibration samples
+    passes: tuple[float, float] = (1.0, 1.0)  # of the source and the target, in forward and backward passes
 
 
 ROWS: dict[str, RowKind] = {
-    "naive": RowKind("naive", drawn=False),
-    "theseus": RowKind("theseus"),
-    "transfusion": RowKind("transfusion", drawn=False),
-    "gradfix": RowKind("gradfix"),
+    "naive": RowKind("naive", drawn=False, passes=(0.0, 0.0)),
+    "theseus": RowKind("theseus", passes=(1 / 3, 1 / 3)),
+    "transfusion": RowKind("transfusion", drawn=False, passes=(0.0, 0.0)),
+    "gradfix": RowKind("gradfix", passes=(0.0, 1.0)),
     "bico": RowKind("bico"),
-    "bico, automatic scale": RowKind("bico", auto_scale=True),
-    "theseus, automatic scale": RowKind("theseus", auto_scale=True),
+    "bico, automatic scale": RowKind("bico", auto_scale=True, passes=(1.0, 5.0)),
+    "theseus, automatic scale": RowKind("theseus", auto_scale=True, passes=(1 / 3, 4 + 1 / 3)),
     "bico, input-only": RowKind("bico", {"outputs": "identity"}),
     "bico, output-only": RowKind("bico", {"inputs": "identity"}),
     "bico, gradient-only": RowKind("bico", {"inputs": "gradients"}),
-    "few-shot, one step": RowKind("few-shot", {"steps": 1}),
-    "few-shot": RowKind("few-shot", costly=True),
-    "few-shot, from bico": RowKind("few-shot", {"start": "bico"}, costly=True),
+    "few-shot, one step": RowKind("few-shot", {"steps": 1}, passes=(0.0, 1.5)),
+    "few-shot": RowKind("few-shot", costly=True, passes=(0.0, 180.0)),
+    "few-shot, from bico": RowKind("few-shot", {"start": "bico"}, costly=True, passes=(1.0, 181.0)),
 }
 
 
@@ -46,16 +48,20 @@ class Mover:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._moved: dict[str, TaskVector] = {}
+        self._moved: dict[str, tuple[TaskVector, float]] = {}
 
-    def move(self, row: str) -> tuple[TaskVector, float]:
-        """The moved task vector and its scale; a method that cannot handle the pair says so (`CannotMove`)."""
+    def move(self, row: str) -> tuple[TaskVector, float, float]:
+        """The moved task vector, its scale, and the seconds that both took; a method may refuse (`CannotMove`)."""
         kind = ROWS[row]
         key = f"{kind.method} {kind.settings}"
         if key not in self._moved:
-            self._moved[key] = run(kind.method, self.job, **kind.settings)
-        moved = self._moved[key]
+            started = time.perf_counter()
+            moved = run(kind.method, self.job, **kind.settings)
+            self._moved[key] = moved, time.perf_counter() - started
+        moved, seconds = self._moved[key]
         if not kind.auto_scale:
-            return moved, 1.0
+            return moved, 1.0, seconds
+        started = time.perf_counter()
         batches = self.job.calibration.side(1)
-        return moved, scale_on_calibration(self.job.target, moved, self.job.target_loss(), batches).best
+        scale = scale_on_calibration(self.job.target, moved, self.job.target_loss(), batches).best
+        return moved, scale, seconds + time.perf_counter() - started

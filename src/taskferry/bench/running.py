@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,10 +22,13 @@ from taskferry.bench.rows import ROWS, Mover
 from taskferry.calibration.batch import Batch
 from taskferry.calibration.data import Samples, load_samples
 from taskferry.checkpoints import Loaded, load_model
+from taskferry.checkpoints.loaded import to_device
 from taskferry.errors import TaskferryError
 from taskferry.evaluation import Pool, evaluate, finetune
-from taskferry.methods import CannotMove, Job
-from taskferry.objectives import Classifier, LinearProbe, NewHead, Prototypes, ZeroShot
+from taskferry.evaluation.finetuning import LazyBatches
+from taskferry.fitting import hash_parameters
+from taskferry.methods import Job
+from taskferry.objectives import Classifier, LinearProbe, NewHead, Prototypes
 from taskferry.preparing import Prepared, prepare, zero_shot
 from taskferry.scale import moved_by
 from taskferry.settings import CalibrationSettings
@@ -35,6 +37,7 @@ from taskferry.taskvector import TaskVector
 TARGET, ORACLE, TUNED = "target", "target, fine-tuned (oracle)", "source, fine-tuned"
 BASE_ROWS = (TARGET, ORACLE, TUNED)
 Record = dict[str, Any]
+KEPT = 2000  # test samples that are kept as tensors
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Places:
     models: Path
     data: Path
     work: Path
+    device: str = "auto"
 
 
 @dataclass
@@ -66,17 +70,19 @@ class Bench:
     def __init__(self, recipe: Recipe, places: Places, reporter: Reporter) -> None:
         self.recipe, self.places, self.reporter = recipe, places, reporter
         self._models: dict[str, Loaded] = {}
+        self._weights: dict[str, str] = {}
         self._tasks: dict[str, TaskData] = {}
         self._tuned: dict[tuple[str, str], TaskVector] = {}
         self._fixed: dict[tuple[str, ...], list[Record]] = {}
 
     def model(self, name: str) -> Loaded:
-        """A base model."""
+        """A base model, on the device that was asked for."""
         if name not in self._models:
             spec = self.recipe.models[name]
-            local = self.places.models / spec.given
-            given = str(local) if local.is_dir() else spec.given
-            self._models[name] = load_model(given, architecture=spec.architecture, image_size=spec.image_size)
+            given = spec.find(self.places.models)
+            loaded = load_model(given, architecture=spec.architecture, image_size=spec.image_size)
+            to_device(loaded, self.places.device)
+            self._models[name], self._weights[name] = loaded, hash_parameters(loaded.model)
         return self._models[name]
 
     def task(self, name: str) -> TaskData:
@@ -87,6 +93,23 @@ class Bench:
             self._tasks[name] = TaskData(self.recipe, name, self.places.data)
         return self._tasks[name]
 
+    def identity(self, task: str, *models: str) -> str:
+        """A hash of all that a fine-tune or a score rests on: weights, samples, protocol, heads."""
+        for name in models:
+            self.model(name)
+        recipe, data = self.recipe, self.task(task)
+        parts = {
+            "weights": [self._weights[name] for name in models],
+            "train": data.train.identity(),
+            "test": data.test.identity(),
+            "templates": recipe.tasks[task].templates,
+            "max_length": recipe.tasks[task].max_length,
+            "finetune": recipe.finetune.model_dump(),
+            "kind": recipe.kind,
+            "objective": recipe.objective,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+
     def tuned(self, model: str, task: str) -> TaskVector:
         """τ of a fine-tune of a model on a task, made by the recipe's protocol or taken from an earlier run."""
         if (model, task) not in self._tuned:
@@ -94,13 +117,13 @@ class Bench:
             student: nn.Module = copy.deepcopy(loaded.model)
             objective: Classifier = NewHead(data.classes)
             if self.recipe.kind == "zero-shot":
-                objective = zero_shot(loaded, data.train.classes, self.recipe.tasks[task].templates)
+                objective = self._head(loaded, task)
             finetune(
                 student,
                 data.pool(loaded),
                 objective,
                 self.recipe.finetune,
-                folder=self.places.work / "finetuned" / f"{model}-{task}",
+                folder=self.places.work / "finetuned" / f"{model}-{task}-{self.identity(task, model)}",
                 progress=lambda step, steps, loss: self.reporter.training(model, task, step, steps),  # noqa: ARG005
             )
             after = {name: p.detach() for name, p in student.named_parameters()}
@@ -108,12 +131,16 @@ class Bench:
         return self._tuned[model, task]
 
     def run(self, cell: Cell) -> Iterator[Record]:
-        """All rows of a cell."""
-        source, target, data = self.model(cell.source), self.model(cell.target), self.task(cell.task)
-        prepared = self._prepare(cell, source, target, data)
+        """All rows of a cell; a draw that cannot be made, or a method that cannot move it, says why in its rows."""
+        source, target = self.model(cell.source), self.model(cell.target)
+        try:
+            prepared = self.prepare(cell)
+        except TaskferryError as error:
+            yield from ({"row": row, "refused": str(error)} for row in cell.rows)
+            return
         key: tuple[str, ...] = (cell.source, cell.target, cell.task)
         if self.recipe.kind != "zero-shot" or key not in self._fixed:
-            self._fixed[key] = list(self._base_rows(cell, source, target, data, prepared))
+            self._fixed[key] = list(self._base_rows(cell, prepared))
         yield from self._fixed[key]
         tau = self.tuned(cell.source, cell.task)
         mover = Mover(Job(source.model, target.model, tau, prepared.calibration, prepared.objectives))
@@ -122,43 +149,20 @@ class Bench:
             if once in self._fixed:
                 yield from self._fixed[once]
                 continue
-            started = time.perf_counter()
             try:
-                moved, scale = mover.move(row)
-            except CannotMove as error:
+                moved, scale, seconds = mover.move(row)
+                score = self._score(cell.target, cell.task, moved, scale, prepared, 1)
+            except TaskferryError as error:
                 yield {"row": row, "refused": str(error)}
                 continue
-            seconds = time.perf_counter() - started
-            with _tuned(target.model, moved, scale):
-                score = evaluate(target.model, data.test_batches(target), self._head(prepared), prepared.shots(1)).value
-            record = {"row": row, "score": round(score, 3), "scale": round(scale, 3), "seconds": round(seconds, 2)}
+            record = {"row": row, "score": score, "scale": round(scale, 3), "seconds": round(seconds, 2)}
             if self.recipe.kind == "zero-shot" and not ROWS[row].drawn:
                 self._fixed[once] = [record]  # neither the move nor the head depends on the draw
             yield record
 
-    def _base_rows(
-        self, cell: Cell, source: Loaded, target: Loaded, data: TaskData, prepared: Prepared
-    ) -> Iterator[Record]:
-        sides = (
-            (TARGET, target, 1, TaskVector({})),
-            (ORACLE, target, 1, self.tuned(cell.target, cell.task)),
-            (TUNED, source, 0, self.tuned(cell.source, cell.task)),
-        )
-        for row, loaded, side, tau in sides:
-            with _tuned(loaded.model, tau, 1.0):
-                head = self._head(prepared, side)
-                score = evaluate(loaded.model, data.test_batches(loaded), head, prepared.shots(side)).value
-            yield {"row": row, "score": round(score, 3)}
-
-    def _head(self, prepared: Prepared, side: int = 1) -> Classifier:
-        """What scores: the zero-shot head, or a head fitted on the calibration samples."""
-        objective = prepared.objectives[side]
-        if isinstance(objective, ZeroShot):
-            return objective
-        return Prototypes() if self.recipe.kind == "prototypes" else LinearProbe()
-
-    def _prepare(self, cell: Cell, source: Loaded, target: Loaded, data: TaskData) -> Prepared:
-        task = self.recipe.tasks[cell.task]
+    def prepare(self, cell: Cell) -> Prepared:
+        """The calibration set of a cell, and the losses whose gradients are taken."""
+        task, data = self.recipe.tasks[cell.task], self.task(cell.task)
         settings = CalibrationSettings(
             calibration=cell.task,
             samples=max(2, cell.count),
@@ -170,7 +174,29 @@ class Bench:
             max_length=task.max_length,
             micro_batch=self.recipe.micro_batch,
         )
-        return prepare(settings, source, target, None, samples=data.train)
+        return prepare(settings, self.model(cell.source), self.model(cell.target), None, samples=data.train)
+
+    def _base_rows(self, cell: Cell, prepared: Prepared) -> Iterator[Record]:
+        sides = (
+            (TARGET, cell.target, 1, TaskVector({})),
+            (ORACLE, cell.target, 1, self.tuned(cell.target, cell.task)),
+            (TUNED, cell.source, 0, self.tuned(cell.source, cell.task)),
+        )
+        for row, name, side, tau in sides:
+            yield {"row": row, "score": self._score(name, cell.task, tau, 1.0, prepared, side)}
+
+    def _score(self, name: str, task: str, tau: TaskVector, scale: float, prepared: Prepared, side: int) -> float:
+        loaded = self.model(name)
+        with moved_by(loaded.model, tau) as set_scale:
+            set_scale(scale)
+            test = self.task(task).test_batches(name, loaded)
+            return round(evaluate(loaded.model, test, self._head(loaded, task), prepared.shots(side)).value, 3)
+
+    def _head(self, loaded: Loaded, task: str) -> Classifier:
+        """What scores: the zero-shot head, or a head fitted on the calibration samples."""
+        if self.recipe.kind == "zero-shot":
+            return zero_shot(loaded, self.task(task).train.classes, self.recipe.tasks[task].templates)
+        return Prototypes() if self.recipe.kind == "prototypes" else LinearProbe()
 
 
 class TaskData:
@@ -178,8 +204,7 @@ class TaskData:
 
     def __init__(self, recipe: Recipe, name: str, root: Path) -> None:
         spec = recipe.tasks[name]
-        local = root / spec.given
-        given = str(local) if local.is_dir() else spec.given
+        given = spec.find(root)
         self.recipe, self.spec = recipe, spec
         self.train = load_samples(given, config=spec.config, columns=spec.columns)
         self._all_test = load_samples(
@@ -202,54 +227,57 @@ class TaskData:
         """The training samples of one model."""
         return Pool(self.train, loaded, max_length=self.spec.max_length)
 
-    def test_batches(self, loaded: Loaded) -> Sequence[Batch]:
-        """The test samples of one model."""
-        if loaded.given not in self._test:
-            pool = Pool(self.test, loaded, max_length=self.spec.max_length)
-            self._test[loaded.given] = pool.batches(range(len(pool)), 4 * self.recipe.micro_batch)
-        return self._test[loaded.given]
+    def test_batches(self, name: str, loaded: Loaded) -> Sequence[Batch]:
+        """The test samples of one model: kept as tensors where they are few."""
+        if name not in self._test:
+            pool, size = Pool(self.test, loaded, max_length=self.spec.max_length), 4 * self.recipe.micro_batch
+            lazy = LazyBatches(pool, range(len(pool)), size)
+            self._test[name] = list(lazy) if len(pool) <= KEPT else lazy
+        return self._test[name]
 
 
 def run_recipe(recipe: Recipe, name: str, places: Places, reporter: Reporter | None = None) -> list[Record]:
-    """Every cell of a recipe; those that an earlier run finished are read from its results."""
+    """Every cell of a recipe; those that an earlier run finished are read from its results.
+
+    A result is taken only if weights, samples, protocol and heads are the same.
+    """
     reporter = reporter or Reporter()
     file = places.work / f"{name.replace('/', '-')}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    records = _finished(file)
-    known = {_identity(record["cell"]) for record in records}
+    known = {_key(record["cell"]): record for record in _finished(file)}
     bench, cells = Bench(recipe, places, reporter), sorted(recipe.cells(), key=lambda cell: cell.task)
+    records: list[Record] = []
     for done, cell in enumerate(cells, 1):
-        key = {**cell.key(), "rows": list(cell.rows)}
-        if _identity(key) not in known:
+        of = bench.identity(cell.task, cell.source, cell.target)
+        key = {**cell.key(), "rows": list(cell.rows), "of": of}
+        if _key(key) not in known:
             rows = []
             for record in bench.run(cell):
                 rows.append(record)
                 reporter.score({**cell.key(), **record})
-            records.append({"cell": key, "rows": rows})
+            known[_key(key)] = {"cell": key, "rows": rows}
             with file.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(records[-1]) + "\n")
+                out.write(json.dumps(known[_key(key)]) + "\n")
+        records.append(known[_key(key)])
         reporter.cell(done, len(cells), cell)
     return records
 
 
 def _finished(file: Path) -> list[Record]:
-    """The cells of an earlier run; a line that was cut off by its end is dropped."""
+    """The cells of earlier runs; a last line that was cut off is dropped."""
     if not file.exists():
         return []
-    whole = [line for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    file.write_text("".join(whole), encoding="utf-8")
+    text = file.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        part = file.with_suffix(".part")
+        part.write_text(whole, encoding="utf-8")
+        part.replace(file)
     try:
-        return [json.loads(line) for line in whole]
+        return [json.loads(line) for line in whole.splitlines()]
     except json.JSONDecodeError as error:
         raise TaskferryError(f"{file} is damaged: {error}; remove it to run again") from error
 
 
-def _identity(key: Record) -> str:
-    return json.dumps(key, sort_keys=True)
-
-
-@contextmanager
-def _tuned(model: nn.Module, tau: TaskVector, scale: float) -> Iterator[None]:
-    with moved_by(model, tau) as set_scale:
-        set_scale(scale)
-        yield
+def _key(cell: Record) -> str:
+    return json.dumps(cell, sort_keys=True)

@@ -21,6 +21,9 @@ def smoke_failures(records: Sequence[Record], seconds: float) -> list[str]:
         (ORACLE, "bico, automatic scale"),
         (TUNED, TARGET),
     ]
+    lost = sorted({row for pair in above for row in (*pair, "naive")} - set(scores))
+    if lost:
+        return [f"no score for {', '.join(lost)}"]
     failures = [
         f"{high} ({scores[high]:.1f}) is not above {low} ({scores[low]:.1f})"
         for high, low in above

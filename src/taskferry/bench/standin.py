@@ -19,6 +19,7 @@ import torch
 from taskferry.bench.planning import openclip_tower
 from taskferry.bench.recipe import ModelSpec, Recipe, TaskSpec
 from taskferry.bench.running import Places
+from taskferry.errors import TaskferryError
 from taskferry.evaluation import FineTuning
 from taskferry.files import write_plain_safetensors
 
@@ -29,12 +30,14 @@ WORDS = ("a", "the", "cat", "dog", "sat", "ran", "on", "mat", "red", "big")
 def stand_in(recipe: Recipe, folder: Path) -> tuple[Recipe, Places]:
     """The recipe with tiny models and data in `folder`, two tasks, short training and few draws."""
     torch.manual_seed(0)
+    if recipe.kind != "zero-shot" and any(recipe.models[name].t5 is None for pair in recipe.pairs for name in pair):
+        raise TaskferryError("stand-ins are made for zero-shot recipes and for T5 encoders: run this one as it is")
     places = Places(folder / "models", folder / "data", folder / "work")
     used = {name for pair in recipe.pairs for name in pair}
     models, tasks = {}, {}
     for name in sorted(used):
         _model(recipe.models[name], places.models / name)
-        models[name] = recipe.models[name].model_copy(update={"given": name})
+        models[name] = recipe.models[name].model_copy(update={"given": name, "image_size": None})
     for name, task in list(recipe.tasks.items())[:2]:
         _task(task, recipe.kind == "zero-shot", places.data / name)
         tasks[name] = task.model_copy(update={"given": name, "config": None, "max_length": 16})

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,8 @@ class Line:
     """One row of a table at one number of samples."""
 
     row: str
-    count: int | None  # None where samples do not matter
+    count: int  # samples, in all or of each class
+    fixed: bool  # the same in every draw, because nothing is drawn for it
     tasks: dict[str, float]  # mean over the draws
     average: float
     spread: float | None  # standard deviation of the average over the draws
@@ -44,9 +46,19 @@ def collect(records: Iterable[Record]) -> Groups:
     return groups
 
 
-def refusals(records: Iterable[Record]) -> dict[str, str]:
-    """Rows that cannot handle the pair, with their sentence."""
-    return {e["row"]: e["refused"] for record in records for e in record["rows"] if "refused" in e}
+def refusals(records: Sequence[Record]) -> dict[str, str]:
+    """Rows that could not be made, with their sentence and how often."""
+    found: Counter[tuple[str, str]] = Counter()
+    asked: Counter[str] = Counter()
+    for record in records:
+        for entry in record["rows"]:
+            asked[entry["row"]] += 1
+            if "refused" in entry:
+                found[entry["row"], entry["refused"]] += 1
+    return {
+        row: sentence + ("" if count == asked[row] else f" ({count} of {asked[row]} draws)")
+        for (row, sentence), count in found.items()
+    }
 
 
 def to_json(groups: Groups) -> list[dict[str, Any]]:
@@ -82,13 +94,16 @@ def lines(group: Scores, count: int) -> list[Line]:
         pairs = [(task, d) for task in tasks for d in group[row][task]]
         gain = statistics.mean(group[row][t][d] - target[t][d] for t, d in pairs)
         possible = statistics.mean(oracle[t][d] - target[t][d] for t, d in pairs)
+        # A zero-shot head does not depend on the draw, and then neither do the rows that move nothing.
+        fixed = row in BASE_ROWS and all(len(set(d.values())) == 1 for d in group[row].values())
         result.append(
             Line(
                 row,
-                None if row in BASE_ROWS else count,
+                count,
+                fixed,
                 tasks,
                 statistics.mean(tasks.values()),
-                statistics.stdev(averages) if len(averages) > 1 and row not in BASE_ROWS else None,
+                statistics.stdev(averages) if len(averages) > 1 and not fixed else None,
                 gain,
                 gain / possible if row not in (TARGET, TUNED) and possible > 0 else None,
                 len(draws),
@@ -102,13 +117,24 @@ def markdown(groups: Groups, count_name: str = "N", refused: Mapping[str, str] |
     tables = []
     for pair in dict.fromkeys(key[:3] for key in groups):
         counts = sorted(key[3] for key in groups if key[:3] == pair)
-        by_count = {count: lines(groups[(*pair, count)], count) for count in counts}
-        tasks = sorted({task for found in by_count.values() for line in found for task in line.tasks})
-        moving = [line for found in by_count.values() for line in found if line.count is not None]
-        fixed = [line for line in by_count[counts[-1]] if line.count is None]
-        shown = [
-            [line.row, "" if line.count is None else str(line.count), *_cells(line, tasks)] for line in fixed + moving
-        ]
+        found = [line for count in counts for line in lines(groups[(*pair, count)], count)]
+        tasks = sorted({task for line in found for task in line.tasks})
+        values: dict[str, list[dict[str, float]]] = {}
+        for line in found:
+            values.setdefault(line.row, []).append(line.tasks)
+        once = {line.row for line in found if line.fixed and all(v == line.tasks for v in values[line.row])}
+        first = {line.row: line for line in found if line.row in once}
+        shown = [[row, "", *_cells(line, tasks)] for row, line in first.items()]
+        draws = max(line.draws for line in found)
+        for line in found:
+            if line.row not in once:
+                few = line.draws < draws or len(line.tasks) < len(tasks)
+                name = (
+                    f"{line.row} ({line.draws} draw{'s' * (line.draws > 1)}, {len(line.tasks)} tasks)"
+                    if few
+                    else line.row
+                )
+                shown.append([name, str(line.count), *_cells(line, tasks)])
         note = "" if pair[2] == "random" else f", {pair[2]} samples"
         header = ["", count_name, *tasks, "average (gain)", "recovered"]
         tables.append(f"{pair[0]} → {pair[1]}{note}\n\n" + table(header, shown))

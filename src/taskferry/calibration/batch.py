@@ -31,6 +31,20 @@ class Batch:
     def __len__(self) -> int:
         return int(next(iter(self.inputs.values())).shape[0])
 
+    def take(self, indices: Sequence[int]) -> Batch:
+        """Some of the samples, in the order given."""
+        chosen = torch.tensor(list(indices))
+
+        def rows(tensor: Tensor) -> Tensor:
+            return tensor[chosen.to(tensor.device)]
+
+        return Batch(
+            {name: rows(tensor) for name, tensor in self.inputs.items()},
+            None if self.labels is None else rows(self.labels),
+            tuple(self.ids[i] for i in indices) if self.ids else (),
+            {stream: rows(spans) for stream, spans in self.spans.items()},
+        )
+
     def to(self, device: torch.device | str) -> Batch:
         """The same on another device."""
         inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}

@@ -8,6 +8,7 @@ Columns say what the samples are: `image`; `messages`; `prompt` with `completion
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import tempfile
@@ -32,9 +33,20 @@ class Samples:
     labels: tuple[int, ...] | None
     classes: tuple[str, ...]  # names, where the data has them
     source: str
+    left_out: int = 0  # rows without a label, where the others have one
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def identity(self) -> str:
+        """A hash of the rows' texts or encoded pictures, and their labels."""
+        digest = hashlib.sha256(repr((self.kind, self.labels, self.classes)).encode())
+        for row in self.rows:
+            for name, value in sorted(row.items()):
+                content = (value.get("bytes") or value.get("path")) if isinstance(value, dict) else value
+                digest.update(name.encode())
+                digest.update(content if isinstance(content, bytes) else repr(content).encode())
+        return digest.hexdigest()
 
     def take(self, indices: Sequence[int]) -> Samples:
         """Some of them, in the order given."""
@@ -75,25 +87,34 @@ def load_samples(
         )
     if label_column != "label" and label_column not in present:
         raise TaskferryError(f"{given} has no column '{label_column}', it has {', '.join(present)}")
+    if kind == "image" and type(dataset.features["image"]).__name__ == "Image":
+        # Decoded pictures of a whole data set would fill the memory: each is decoded when it is used.
+        dataset = dataset.cast_column("image", type(dataset.features["image"])(decode=False))
     rows = [dict(row) for row in dataset]
     if len(rows) < 2:
         raise TaskferryError(f"{given} has {len(rows)} sample(s): about a hundred are needed, two at the very least")
-    labels, names = _labels(dataset, rows, label_column, given, classes) if label_column in present else (None, ())
-    return Samples(kind, rows, labels, _classes_beside(Path(given)) or names, given)
+    beside = _classes_beside(Path(given))
+    left_out = 0
+    if label_column in present and getattr(dataset.features[label_column], "names", None):
+        kept = [row for row in rows if row[label_column] != -1]  # the datasets library's way to say "no label"
+        rows, left_out = kept, len(rows) - len(kept)
+    known = beside or tuple(classes)
+    labels, names = _labels(dataset, rows, label_column, given, known) if label_column in present else (None, ())
+    return Samples(kind, rows, labels, beside or names, given, left_out)
 
 
 def picture(row: dict[str, Any]) -> Any:
     """The PIL image of a row: decoded already, or as encoded bytes."""
     value = row["image"]
-    if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, bytes):
+    if isinstance(value, dict):  # not decoded by the datasets library: bytes, or a file of an image folder
+        value = value.get("bytes") or Path(str(value.get("path")))
+    if isinstance(value, bytes | Path):
         import io
 
         from PIL import Image
 
         try:
-            return Image.open(io.BytesIO(value)).convert("RGB")
+            return Image.open(io.BytesIO(value) if isinstance(value, bytes) else value).convert("RGB")
         except (OSError, Image.DecompressionBombError) as error:
             raise TaskferryError(f"an image cannot be read: {error}") from error
     if isinstance(value, str):
@@ -114,7 +135,9 @@ def _load(given: str, cache: str, split: str, config: str | None) -> Any:
             table = next((path / f"{split}{end}" for end in _READERS if (path / f"{split}{end}").is_file()), None)
             if table is None:
                 if split != "train":
-                    raise TaskferryError(f"{given} has no {split}{', '.join(_READERS)}")
+                    if not (path / split).is_dir():
+                        raise TaskferryError(f"{given} has no folder {split}, nor {split}{', '.join(_READERS)}")
+                    path = path / split
                 return datasets.load_dataset("imagefolder", data_dir=str(path), **settings)
             path = table
         if path.is_file():

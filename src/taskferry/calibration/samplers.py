@@ -54,8 +54,13 @@ def choose(
         if features is None:
             raise TaskferryError(f"the sampler '{sampler}' needs features")
         distance = _distance_to_centroid(features(), labels)
+        # Twice as many as are needed, by distance: within them the seed draws.
+        nearest = 2 * -(-n // len(classes))
+        rank = {i: place for place, i in enumerate(order)}
         for members in by_class.values():
             members.sort(key=lambda i: distance[i], reverse=sampler == "centroid-far")
+            del members[nearest:]
+            members.sort(key=lambda i: rank[i])
     return _round_robin([by_class[c] for c in classes], n)
 
 

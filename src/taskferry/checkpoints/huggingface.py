@@ -48,6 +48,8 @@ def load(
     folder = Path(where)
     config = _read_json(folder / "config.json")
     architectures = [architecture] if architecture else config.get("architectures") or ["AutoModel"]
+    if architecture is not None and not hasattr(transformers, architecture):
+        raise TaskferryError(f"transformers has no class '{architecture}'")
     cls = type(like) if like is not None else getattr(transformers, str(architectures[0]), transformers.AutoModel)
     model, info = _from_pretrained(cls, folder, "float32")
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)

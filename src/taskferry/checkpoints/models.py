@@ -85,7 +85,7 @@ def load_tuned(given: str, base: Loaded) -> Tuned:
         if is_state_file(path):
             return _from_state(path, base.model)
         raise TaskferryError(f"{given} is no tuned model: a folder, a .safetensors or a .pt state file is needed")
-    tuned = load_model(given, like=base.model)
+    tuned = load_model(given, like=base.model, image_size=base.extra.get("image_size"))
     if type(tuned.model) is not type(base.model):
         raise TaskferryError(
             f"{given} is a {type(tuned.model).__name__}, the base a {type(base.model).__name__}: give the base model "

@@ -37,7 +37,7 @@ def load(
     try:
         more = {} if image_size is None else {"img_size": image_size}
         model = timm.create_model(f"local-dir:{where}", pretrained=True, **more)
-    except (RuntimeError, ValueError, FileNotFoundError, KeyError) as error:
+    except (RuntimeError, ValueError, TypeError, FileNotFoundError, KeyError) as error:
         raise TaskferryError(f"{where} does not load with timm: {str(error).splitlines()[0]}") from error
     stored = next(iter(read_state(_weights(Path(where))).values())).dtype
     return model.float(), Path(where), set(), {"dtype": stored, "image_size": image_size}

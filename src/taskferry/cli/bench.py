@@ -30,6 +30,7 @@ bench = typer.Typer(help="Compare methods, and make tables from recipes.", no_ar
 Models = Annotated[Path, typer.Option("--models", help="the folder of models that a recipe names")]
 Data = Annotated[Path, typer.Option("--data", help="the folder of data sets that a recipe names")]
 Work = Annotated[Path, typer.Option("--work", help="fine-tunes and results are kept here; a second run goes on")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto")]
 StandIn = Annotated[bool, typer.Option("--stand-in", help="tiny random models and data: is nothing amiss?")]
 ZOO = Path("benchmarks") / "zoo"
 
@@ -68,6 +69,7 @@ def run(
     models: Models = ZOO,
     data: Data = Path("benchmarks") / "data",
     work: Work = Path("bench-work"),
+    device: Device = "auto",
     dry_run: DryRun = False,
     standing: StandIn = False,
     quiet: Quiet = False,
@@ -79,7 +81,7 @@ def run(
         _show_plan(plan_recipe(chosen, models), as_json)
         return
     with tempfile.TemporaryDirectory() as folder:
-        places = Places(models, data, work)
+        places = Places(models, data, work, device)
         if standing:
             chosen, places = stand_in(chosen, Path(folder))
         records = _run(chosen, recipe, places, quiet or as_json)
@@ -94,13 +96,16 @@ def run(
 def smoke(
     models: Models = ZOO,
     data: Data = Path("benchmarks") / "data",
+    device: Device = "auto",
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """One scenario with every row in under five minutes; exits with 1 where the order of rows is not as it must be."""
     started = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        records = _run(load_recipe("zoo/smoke"), "zoo/smoke", Places(models, data, Path(folder)), quiet or as_json)
+        records = _run(
+            load_recipe("zoo/smoke"), "zoo/smoke", Places(models, data, Path(folder), device), quiet or as_json
+        )
     seconds = time.time() - started
     failures = smoke_failures(records, seconds)
     if as_json:

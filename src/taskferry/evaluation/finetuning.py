@@ -26,7 +26,8 @@ from taskferry.capture import device_of
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.scoring import evaluate
 from taskferry.files import open_safetensors, write_safetensors
-from taskferry.objectives import NewHead, Objective
+from taskferry.fitting import hash_parameters
+from taskferry.objectives import Classifier, NewHead, Objective
 from taskferry.settings import Settings
 
 CHECKPOINT, KIND = "checkpoint.safetensors", "taskferry-finetuning"
@@ -39,6 +40,22 @@ class Data(Protocol):
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """These samples as the model takes them."""
+
+
+class LazyBatches(Sequence[Batch]):
+    """Micro-batches that are made when they are asked for: a whole test set as tensors may not fit."""
+
+    def __init__(self, data: Data, indices: Sequence[int], size: int) -> None:
+        self.data, self.indices, self.size = data, indices, size
+
+    def __len__(self) -> int:
+        return -(-len(self.indices) // self.size)
+
+    def __getitem__(self, place: Any) -> Any:
+        """One micro-batch."""
+        if not 0 <= place < len(self):
+            raise IndexError(place)
+        return self.data.batch(self.indices[place * self.size : (place + 1) * self.size])
 
 
 class FineTuning(Settings):
@@ -85,6 +102,10 @@ def finetune(
     (or all in blocks) are trained. `progress(step, steps, loss)` hears of every step.
     """
     chosen = settings or FineTuning()
+    if isinstance(objective, Classifier) and objective.fitted:
+        raise TaskferryError(
+            f"{type(objective).__name__} is a head made from samples, which does not learn: use NewHead(classes)"
+        )
     train, held_out = split(len(data), chosen)
     torch.manual_seed(chosen.seed)  # a new head and dropout
     loss = objective.bind(model, [data.batch(train[: chosen.batch])])
@@ -100,7 +121,15 @@ def finetune(
     rates = [group["lr"] for group in groups]
     optimiser = torch.optim.AdamW(groups, weight_decay=chosen.weight_decay)
     keep = None if folder is None else Path(folder) / CHECKPOINT
-    history = _resume(keep, trained, optimiser, chosen) if keep is not None and keep.exists() else History()
+    identity = {
+        **chosen.model_dump(),
+        "weights": hash_parameters(model),
+        "trained": sorted(trained),
+        "samples": len(data),
+        "objective": objective.describe(),
+    }
+    resumable = keep is not None and keep.exists()
+    history = _resume(keep, model, trained, optimiser, identity) if keep is not None and resumable else History()
     device, was_training = device_of(model), model.training
     model.train()
     total = 0.0
@@ -125,13 +154,13 @@ def finetune(
             done = step + 1
             if done % chosen.every == 0 or done == chosen.steps:
                 model.eval()
-                looked = [data.batch(held_out[i : i + chosen.batch]) for i in range(0, len(held_out), chosen.batch)]
-                score = evaluate(model, looked, objective).value if looked else None
+                looked = LazyBatches(data, held_out, chosen.batch)
+                score = evaluate(model, looked, objective).value if held_out else None
                 model.train()
                 history.looks.append((done, total / ((done - 1) % chosen.every + 1), score))
                 total = 0.0
                 if keep is not None:
-                    _save(keep, trained, optimiser, done, chosen, history)
+                    _save(keep, model, trained, optimiser, done, chosen, identity, history)
     finally:
         model.train(was_training)
         for name, parameter in model.named_parameters():
@@ -196,40 +225,46 @@ def _trained(model: nn.Module, settings: FineTuning) -> dict[str, nn.Parameter]:
 
 def _save(
     path: Path,
+    model: nn.Module,
     trained: dict[str, nn.Parameter],
     optimiser: torch.optim.Optimizer,
     step: int,
     settings: FineTuning,
+    identity: dict[str, Any],
     history: History,
 ) -> None:
     tensors: dict[str, Tensor] = {f"weight.{name}": p.detach() for name, p in trained.items()}
+    tensors |= {f"buffer.{name}": b for name, b in model.named_buffers()}  # running means of a normalisation
     if step < settings.steps:  # a finished run needs no optimiser
         for name, parameter in trained.items():
             for key, value in optimiser.state.get(parameter, {}).items():
                 tensors[f"{key}.{name}"] = value
-    header = {"format": KIND, "step": step, "settings": settings.model_dump(), "looks": history.looks}
+    header = {"format": KIND, "step": step, "of": identity, "looks": history.looks}
     write_safetensors(path, tensors, header)
 
 
 def _resume(
-    path: Path, trained: dict[str, nn.Parameter], optimiser: torch.optim.Optimizer, settings: FineTuning
+    path: Path,
+    model: nn.Module,
+    trained: dict[str, nn.Parameter],
+    optimiser: torch.optim.Optimizer,
+    identity: dict[str, Any],
 ) -> History:
     with open_safetensors(path, KIND) as (file, header):
-        then, now = header.get("settings"), json.loads(json.dumps(settings.model_dump()))
+        then, now = header.get("of"), json.loads(json.dumps(identity))
         if then != now:
             changed = [name for name in now if not isinstance(then, dict) or then.get(name) != now[name]]
             raise TaskferryError(
-                f"{path} is of a run with other settings ({', '.join(changed)}): give another folder, or remove it"
+                f"{path} is of another run ({', '.join(changed)} differ): give another folder, or remove it"
             )
         keys = set(file.keys())
-        lost = [name for name in trained if f"weight.{name}" not in keys]
-        if lost:
-            raise TaskferryError(f"{path} has no {lost[0]}: it is of another model; give another folder, or remove it")
         with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(file.get_tensor(f"buffer.{name}"))
             for name, parameter in trained.items():
                 parameter.copy_(file.get_tensor(f"weight.{name}"))
                 state: dict[str, Any] = {
-                    key: file.get_tensor(f"{key}.{name}")
+                    key: file.get_tensor(f"{key}.{name}").to("cpu" if key == "step" else parameter.device)
                     for key in ("step", "exp_avg", "exp_avg_sq")
                     if f"{key}.{name}" in keys
                 }

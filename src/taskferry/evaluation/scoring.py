@@ -42,6 +42,7 @@ def evaluate(
 ) -> Score:
     """Score a model on held-out micro-batches; a head that needs fitting is fitted on `shots`, never on `test`."""
     device = device_of(model)
+    shifted = not bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     right = units = samples = 0
     total = 0.0
     if isinstance(objective, Classifier):
@@ -63,17 +64,16 @@ def evaluate(
                 units += int(known.sum())
             else:
                 total += float(loss(moved))
-                units += _predicted(moved)
+                units += _predicted(moved, shifted)
             if progress is not None:
                 progress(done, len(test))
     accuracy = 100.0 * right / max(1, samples) if isinstance(objective, Classifier) else None
     return Score(accuracy, total / max(1, units), samples)
 
 
-def _predicted(batch: Batch) -> int:
-    """Tokens that a language model predicts, samples for any other loss."""
+def _predicted(batch: Batch, shifted: bool) -> int:
+    """Tokens that a language model predicts, samples for any other loss; a causal model predicts no first token."""
     labels = batch.inputs.get("labels")
     if labels is None:
         return len(batch)
-    sequence = "input_ids" in batch.inputs and batch.inputs["input_ids"].shape == labels.shape
-    return int(((labels[:, 1:] if sequence else labels) != IGNORED).sum())
+    return int(((labels[:, 1:] if shifted else labels) != IGNORED).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -13,6 +14,7 @@ from taskferry.capture import Loss, device_of
 from taskferry.coverage import Coverage, Row
 from taskferry.fitting import both_objectives
 from taskferry.methods import CannotMove, Job, method, run
+from taskferry.objectives import Classifier, Objective
 from taskferry.scale import calibration_loss, moved_by
 from taskferry.taskvector import TaskVector
 
@@ -40,7 +42,7 @@ def few_shot(
         begin = {name: p.detach().clone() for name, p in job.target.named_parameters()}
         loss = objective.bind(job.target, batches)
         if steps == "auto":
-            steps = best_steps(job.target, loss, batches, begin, learning_rate, folds)
+            steps = best_steps(job.target, objective, batches, begin, learning_rate, folds)
         train(job.target, loss, batches, steps, learning_rate)
         after = {name: p.detach().clone() for name, p in job.target.named_parameters()}
         restore(job.target, begin)
@@ -58,24 +60,32 @@ def few_shot(
 
 
 def best_steps(
-    model: nn.Module, loss: Loss, batches: Sequence[Batch], begin: dict[str, Tensor], learning_rate: float, folds: int
+    model: nn.Module,
+    objective: Objective,
+    batches: Sequence[Batch],
+    begin: dict[str, Tensor],
+    learning_rate: float,
+    folds: int,
 ) -> int:
     """The number of steps with the lowest loss on samples left out, over folds of the samples; 0 if none helps.
 
-    Counts behind the first fold's valley are not tried: its loss has risen twice in a row there.
+    Each fold's head is made from the samples it trains on alone. Counts behind the first fold's valley are not tried:
+    its loss has risen twice in a row there.
     """
-    folds = min(folds, len(batches))
-    if folds < 2:
-        raise CannotMove("choosing the steps needs two micro-batches at least: lower --micro-batch, or give steps")
+    fitted = isinstance(objective, Classifier) and objective.fitted
+    fold_of = assign_folds([label for batch in batches for label in _classes(batch)], folds, keep_single=fitted)
     totals = dict.fromkeys((0, *CANDIDATES), 0.0)
     for fold in range(folds):
-        held_out = list(batches[fold::folds])
-        rest = [batch for i, batch in enumerate(batches) if i % folds != fold]
+        held_out, rest = _cut(batches, [f == fold for f in fold_of]), _cut(batches, [f != fold for f in fold_of])
+        if not held_out or not rest:
+            raise CannotMove("choosing the steps needs more samples: give steps, or more of each class")
+        loss = objective.bind(model, rest)
+        samples = sum(len(batch) for batch in held_out)
         done, risen, before = 0, 0, float("inf")
         optimiser = None
         for count in list(totals):
             optimiser = train(model, loss, rest, count - done, learning_rate, optimiser)
-            found = calibration_loss(model, loss, held_out)
+            found = samples * calibration_loss(model, loss, held_out)
             totals[count] += found
             done, risen, before = count, risen + 1 if found > before else 0, found
             if fold == 0 and risen == 2:
@@ -83,6 +93,34 @@ def best_steps(
                 break
         restore(model, begin)
     return min(totals, key=lambda count: (totals[count], count))
+
+
+def assign_folds(labels: Sequence[int], folds: int, *, keep_single: bool, seed: int = 0) -> list[int]:
+    """A fold for each sample, shuffled and even over the classes.
+
+    With `keep_single`, the only sample of a class is never left out (−1): a head made without it could not know it.
+    """
+    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).tolist()
+    counts, chosen, next_fold = Counter(labels), [-1] * len(labels), 0
+    for i in sorted(shuffled, key=lambda i: labels[i]):  # stable: shuffled within a class
+        if counts[labels[i]] > 1 or not keep_single:
+            chosen[i], next_fold = next_fold % folds, next_fold + 1
+    return chosen
+
+
+def _classes(batch: Batch) -> list[int]:
+    return [0] * len(batch) if batch.labels is None else batch.labels.tolist()
+
+
+def _cut(batches: Sequence[Batch], wanted: Sequence[bool]) -> list[Batch]:
+    """The wanted samples, in micro-batches no larger than before."""
+    parts, start = [], 0
+    for batch in batches:
+        kept = [i for i in range(len(batch)) if wanted[start + i]]
+        start += len(batch)
+        if kept:
+            parts.append(batch.take(kept))
+    return parts
 
 
 def train(
