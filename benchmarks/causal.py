@@ -221,7 +221,7 @@ def main() -> None:
     quick = options.quick
     root = zoo_data.DATA / ("causal-quick" if quick else "causal")
     make_data(root)
-    steps, lora_steps, seeds, samples = (60, 20, 1, 32) if quick else (1000, 200, 2, 128)
+    steps, lora_steps, seeds, samples = (60, 20, 1, 32) if quick else (800, 150, 2, 128)
     targets = ("large",) if quick else ("large", "other")
     domains = DOMAINS[:1] if quick else DOMAINS
     folders = {name: pretrain(name, root, steps) for name in ("small", *targets)}
@@ -240,7 +240,7 @@ def main() -> None:
                 methods=["naive", "theseus", "bico"],
             )  # fmt: skip
             found = compare(settings, say(where))
-            if target == "large" and domain != "scripture":  # few-shot tuning takes minutes: two cells, one draw
+            if target == "large" and domain == "speeches":  # few-shot tuning takes minutes: one cell, one draw
                 tuning = settings.model_copy(update={"methods": ["few-shot"], "seeds": 1})
                 found.scores |= {k: v for k, v in compare(tuning, say(where)).scores.items() if k.startswith("few")}
             base = statistics.mean(found.scores["target as it is"])
