@@ -4,9 +4,10 @@
 
 For every task: the share of the oracle's gain that BiCo recovers at N = 100 and scale 1; at the scale that is best on
 the *test* data (a diagnosis, not a method); with ten times the samples; with the paper's full-rank maps; with gradients
-of prototypes instead of the zero-shot head; at the automatic scale with ten times the samples. And what goes with it:
-the target's zero-shot accuracy, how well the maps fit, how much of the task vector they keep, and how much the moved
-one points where the target's own fine-tune went.
+of prototypes instead of the zero-shot head; at the automatic scale with ten times the samples. Then the target's own
+fine-tune in place of the moved one: only its linear layers, and only what the maps of N = 100 could have brought
+(P_out τ_B P_in): the ceiling that rank sets. And what goes with it: how much of the task vector's length the maps keep,
+and how much the moved one points where the target's own fine-tune went.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +24,19 @@ import common
 import torch
 import zoo_data
 
-from taskferry import TaskVector, fit
+from taskferry import Alignment, TaskVector, fit
+from taskferry.alignment import AlignedPair
 from taskferry.bench.recipe import Cell, load_recipe
 from taskferry.bench.running import Bench, Places, Reporter
 from taskferry.evaluation import evaluate
 from taskferry.objectives import Prototypes
+from taskferry.procrustes import Map
 from taskferry.scale import moved_by, scale_on_calibration
 from taskferry.taskvector import as_dense
 
 SCALES = (0.25, 0.5, 0.75, 1.5, 2.0, 3.0)
 CHANGES = ("as it is", "best scale on test", "N = 1000", "N = 1000, automatic scale", "full-rank maps", "prototypes")
+CHANGES += ("oracle, movable part", "oracle, within reach")
 
 
 def cosine(a: TaskVector, b: TaskVector) -> float:
@@ -39,6 +45,28 @@ def cosine(a: TaskVector, b: TaskVector) -> float:
     pairs = [(as_dense(a.deltas[n]).flatten(), as_dense(b.deltas[n]).flatten()) for n in names]
     inner = sum(float(x @ y) for x, y in pairs)
     return inner / math.sqrt(sum(float(x @ x) for x, _ in pairs) * sum(float(y @ y) for _, y in pairs))
+
+
+def movable(alignment: Alignment, tau: TaskVector, side: str) -> TaskVector:
+    """The part of a fine-tune that linear layers hold: no normalisation gains, no embeddings, no class token."""
+    names = {name for pair in alignment.pairs for s in [getattr(pair, side)] for name in (s.weight, s.bias)}
+    return TaskVector({name: delta for name, delta in tau.deltas.items() if name in names})
+
+
+def within_reach(alignment: Alignment, tau: TaskVector) -> TaskVector:
+    """The target's own fine-tune, cut to what the maps could have brought: P_out τ_B P_in with P = Rᵀ R."""
+
+    def reach(maps: Mapping[str, Map]) -> dict[str, Map]:
+        return {name: Map(R=R.dense().T @ R.dense()) for name, R in maps.items()}
+
+    onto_itself = replace(
+        alignment,
+        pairs=tuple(AlignedPair(pair.target, pair.target, pair.reads) for pair in alignment.pairs),
+        R_in=reach(alignment.R_in),
+        R_out=reach(alignment.R_out),
+        source_parameters=alignment.target_parameters,
+    )
+    return onto_itself.apply(movable(alignment, tau, "target"))
 
 
 def norm(tau: TaskVector, names: set[str] | None = None) -> float:
@@ -80,6 +108,8 @@ def study(bench: Bench, source_name: str, target_name: str, task: str, seeds: li
             score(full.apply(tau), 1.0, "full-rank maps")
             other = fit(source.model, target.model, prepared.calibration, Prototypes())
             score(other.apply(tau), 1.0, "prototypes")
+            score(within_reach(alignment, oracle), 1.0, "oracle, within reach")
+            score(movable(alignment, oracle, "target"), 1.0, "oracle, movable part")
             found.setdefault("cosine with the oracle", []).append(round(cosine(moved, oracle), 4))
             reachable = {pair.source.weight for pair in alignment.pairs}
             kept = norm(moved) / norm(tau, reachable) if reachable else 0.0

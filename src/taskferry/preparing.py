@@ -230,35 +230,41 @@ def _objectives(
     settings: CalibrationSettings, samples: Samples, source: Loaded, target: Loaded
 ) -> tuple[Objective, Objective]:
     name = settings.objective
-    has_text = all(_has_text_tower(m) for m in (source, target))
+    has_text = all(has_text_tower(m) for m in (source, target))
     if name == "auto":
         name = "zero-shot" if has_text and samples.kind == "image" and samples.classes else "prototypes"
+    if name == "zero-shot" and (not has_text or not samples.classes):
+        raise TaskferryError(
+            "a zero-shot head needs two image-text models and class names (a classes.json beside the data)"
+        )
+    first, second = (named_classifier(name, m, samples.classes, settings.templates) for m in (source, target))
+    return first, second
+
+
+def named_classifier(name: str, loaded: Loaded, classes: Sequence[str], templates: Sequence[str]) -> Classifier:
+    """The head that an option names, for one model."""
     if name == "zero-shot":
-        if not has_text or not samples.classes:
-            raise TaskferryError(
-                "a zero-shot head needs two image-text models and class names (a classes.json beside the data)"
-            )
-        first, second = (zero_shot(m, samples.classes, settings.templates) for m in (source, target))
-        return first, second
+        return zero_shot(loaded, classes, templates)
     if name == "language":
-        raise TaskferryError("the objective 'language' needs two language models")
+        raise TaskferryError("the objective 'language' needs a language model")
     kinds: dict[str, Classifier] = {
         "prototypes": Prototypes(),
         "probe": LinearProbe(),
         "cross-probe": CrossProbe(),
         "head": Head(),
     }
-    return kinds[name], kinds[name]
+    return kinds[name]
 
 
 def zero_shot(loaded: Loaded, classes: Sequence[str], templates: Sequence[str]) -> ZeroShot:
     """The frozen head of an image-text model for these classes, by its own tokenizer and text tower."""
-    if not _has_text_tower(loaded) or not classes:
+    if not has_text_tower(loaded) or not classes:
         raise TaskferryError(f"{loaded.given}: a zero-shot head needs an image-text model and class names")
     return ZeroShot(tuple(classes), _tokenize(loaded), tuple(templates))
 
 
-def _has_text_tower(loaded: Loaded) -> bool:
+def has_text_tower(loaded: Loaded) -> bool:
+    """Whether a model embeds texts and images in one space."""
     return hasattr(loaded.model, "encode_text") or hasattr(loaded.model, "get_text_features")
 
 
@@ -273,7 +279,7 @@ def _teacher(
     settings: CalibrationSettings, calibration: Calibration, samples: Samples, source: Loaded, tuned: str | None
 ) -> Tensor:
     """Classes predicted by the tuned source: with its own head, or its zero-shot head."""
-    if samples.classes and _has_text_tower(source):
+    if samples.classes and has_text_tower(source):
         head = zero_shot(source, samples.classes, settings.templates)
         return teacher_labels(_load_teacher(source, tuned), calibration.side(0), head)
     teacher = _load_teacher(source, tuned)

@@ -130,6 +130,23 @@ class CompareSettings(CalibrationSettings):
     out: Path | None = Field(None, description="write the table as JSON and Markdown here")
 
 
+class EvaluateSettings(Settings):
+    """taskferry evaluate."""
+
+    model: str = Field(description="a model folder or hub id")
+    add: str | None = Field(None, description="a PEFT LoRA, state file or task vector to add to it first")
+    scale: Scale = Field(1.0, description="multiplies what is added")
+    test: str = Field(description="held-out samples: JSONL, CSV, Parquet, image folder, or hub dataset id")
+    test_samples: int = Field(1000, ge=1, description="how many of them, at most, drawn once")
+    shots: str | None = Field(None, description="samples that a probe or prototypes are made from; never the test data")
+    label_column: str = Field("label", description="the column with the class")
+    objective: ObjectiveName = Field("auto", description="what scores: a head, or the language model's loss")
+    templates: list[str] = Field(["a photo of a {}."], description="prompts of a zero-shot head; {} is the class")
+    max_length: int = Field(128, ge=2, description="longest text in tokens")
+    micro_batch: int = Field(16, ge=1, description="samples at once; changes memory, not the result")
+    device: str = Field("auto", description="cpu, cuda, or auto")
+
+
 class ApplySettings(OutputSettings, Writing):
     """taskferry apply."""
 

@@ -12,7 +12,7 @@ import sys
 import typer
 from rich.console import Console
 
-from taskferry.cli import apply, bench, diff, doctor, fit, inspect, transfer
+from taskferry.cli import apply, bench, diff, doctor, evaluate, fit, inspect, transfer
 from taskferry.cli.screen import plain
 from taskferry.errors import TaskferryError
 from taskferry.version import __version__
@@ -30,6 +30,7 @@ transfer.register(app)
 fit.register(app)
 apply.register(app)
 diff.register(app)
+evaluate.register(app)
 inspect.register(app)
 doctor.register(app)
 bench.register(app)

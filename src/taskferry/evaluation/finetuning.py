@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from taskferry.calibration.batch import Batch
 from taskferry.capture import device_of
 from taskferry.errors import TaskferryError
+from taskferry.evaluation.progress import Tell, told
 from taskferry.evaluation.scoring import evaluate
 from taskferry.files import open_safetensors, write_safetensors
 from taskferry.fitting import hash_parameters
@@ -94,14 +95,14 @@ def finetune(
     settings: FineTuning | None = None,
     *,
     folder: str | Path | None = None,
-    progress: Callable[[int, int, float], None] | None = None,
+    progress: Tell | bool | None = None,
 ) -> History:
     """Train `model` in place; with a `folder` it resumes what an earlier call left there.
 
     Parameters that require no gradient stay, so a PEFT model trains its adapter alone; where none requires one, all
-    (or all in blocks) are trained. `progress(step, steps, loss)` hears of every step.
+    (or all in blocks) are trained. `progress=True` shows a bar; a function is called with (step, steps, loss).
     """
-    chosen = settings or FineTuning()
+    chosen, tell = settings or FineTuning(), told(progress, "fine-tuning")
     if isinstance(objective, Classifier) and objective.fitted:
         raise TaskferryError(
             f"{type(objective).__name__} is a head made from samples, which does not learn: use NewHead(classes)"
@@ -149,8 +150,8 @@ def finetune(
                 raise TaskferryError(
                     f"the loss is no number at step {step + 1}: lower the learning rate ({chosen.learning_rate:g})"
                 )
-            if progress is not None:
-                progress(step + 1, chosen.steps, value.item())
+            if tell is not None:
+                tell(step + 1, chosen.steps, value.item())
             done = step + 1
             if done % chosen.every == 0 or done == chosen.steps:
                 model.eval()

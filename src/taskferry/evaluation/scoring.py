@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from taskferry.calibration.batch import IGNORED, Batch
 from taskferry.capture import device_of, frozen
 from taskferry.errors import TaskferryError
+from taskferry.evaluation.progress import Tell, told
 from taskferry.objectives import Classifier, Objective
 
 
@@ -38,9 +39,13 @@ def evaluate(
     test: Sequence[Batch],
     objective: Objective,
     shots: Sequence[Batch] = (),
-    progress: Callable[[int, int], None] | None = None,
+    progress: Tell | bool | None = None,
 ) -> Score:
-    """Score a model on held-out micro-batches; a head that needs fitting is fitted on `shots`, never on `test`."""
+    """Score a model on held-out micro-batches; a head that needs fitting is fitted on `shots`, never on `test`.
+
+    `progress=True` shows a bar; a function is called with (done, total).
+    """
+    tell = told(progress, "scoring")
     device = device_of(model)
     shifted = not bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     right = units = samples = 0
@@ -65,8 +70,8 @@ def evaluate(
             else:
                 total += float(loss(moved))
                 units += _predicted(moved, shifted)
-            if progress is not None:
-                progress(done, len(test))
+            if tell is not None:
+                tell(done, len(test))
     accuracy = 100.0 * right / max(1, samples) if isinstance(objective, Classifier) else None
     return Score(accuracy, total / max(1, units), samples)
 

@@ -1,0 +1,36 @@
+"""taskferry evaluate: how good a model is on held-out samples."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
+from taskferry.cli.screen import plain, print_json
+from taskferry.evaluation.command import evaluate_command
+from taskferry.evaluation.progress import Bar
+from taskferry.settings import EvaluateSettings, load_settings
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("evaluate")(with_settings(EvaluateSettings, positional=("model",))(run))
+
+
+def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as_json: Json = False) -> None:
+    """Score a model, or a model with an adapter added, on held-out samples."""
+    settings = load_settings(EvaluateSettings, config, given)
+    score, head = evaluate_command(settings, None if quiet or as_json else Bar("scoring"))
+    if as_json:
+        print_json({**asdict(score), "head": head})
+        return
+    unit = "loss" if score.accuracy is None else "accuracy"
+    console = Console(highlight=False)
+    if score.accuracy is not None:
+        console.print(f"[bold]{unit}[/]  {score.accuracy:.2f} %   [dim]loss {score.loss:.4f}[/]")
+    else:
+        console.print(f"[bold]{unit}[/]  {score.loss:.4f} a token")
+    console.print(f"[dim]{score.samples} samples, by {plain(head)}[/]")

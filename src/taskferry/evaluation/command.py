@@ -1,0 +1,63 @@
+"""From settings to a score: a model folder, perhaps something added to it, and held-out samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from taskferry.calibration.data import Samples, load_samples
+from taskferry.checkpoints import Loaded, load_model, load_tuned
+from taskferry.checkpoints.loaded import to_device
+from taskferry.errors import TaskferryError
+from taskferry.evaluation.finetuning import LazyBatches
+from taskferry.evaluation.pool import Pool
+from taskferry.evaluation.progress import Tell
+from taskferry.evaluation.scoring import Score, evaluate
+from taskferry.objectives import Classifier, Head, LanguageModel, Objective, is_language_model
+from taskferry.preparing import has_text_tower, named_classifier
+from taskferry.settings import EvaluateSettings
+
+
+def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -> tuple[Score, str]:
+    """The score, and what scored."""
+    loaded = load_model(settings.model)
+    to_device(loaded, settings.device)
+    if settings.add is not None:
+        load_tuned(settings.add, loaded).tau.add_to(loaded.model, scale=settings.scale)
+    shots = None if settings.shots is None else load_samples(settings.shots, label_column=settings.label_column)
+    known = () if shots is None else shots.classes
+    test = load_samples(settings.test, label_column=settings.label_column, classes=known, split=_split(settings.test))
+    objective = _objective(settings, loaded, test)
+    if isinstance(objective, Classifier) and objective.fitted and shots is None:
+        raise TaskferryError(
+            f"{type(loaded.model).__name__} has no head of its own: give --shots, samples that one is made from"
+        )
+    chosen = torch.randperm(len(test), generator=torch.Generator().manual_seed(0)).tolist()[: settings.test_samples]
+    pool = Pool(test, loaded, max_length=settings.max_length)
+    batches = LazyBatches(pool, sorted(chosen), settings.micro_batch)
+    support = [] if shots is None else list(Pool(shots, loaded, max_length=settings.max_length).batches(
+        range(len(shots)), settings.micro_batch
+    ))  # fmt: skip
+    return evaluate(loaded.model, batches, objective, support, progress), objective.describe()
+
+
+def _objective(settings: EvaluateSettings, loaded: Loaded, test: Samples) -> Objective:
+    name = settings.objective
+    if is_language_model(loaded.model):
+        if name not in ("auto", "language"):
+            raise TaskferryError(f"the objective '{name}' is for encoders; a language model is scored by its loss")
+        return LanguageModel()
+    if name == "auto":
+        kind = type(loaded.model).__name__
+        if kind.endswith(("ForSequenceClassification", "ForImageClassification")):
+            return Head()
+        name = "zero-shot" if has_text_tower(loaded) and test.kind == "image" and test.classes else "probe"
+    return named_classifier(name, loaded, test.classes, settings.templates)
+
+
+def _split(given: str) -> str:
+    """A folder's test part where it has one."""
+    path = Path(given)
+    has_test = path.is_dir() and ((path / "test").is_dir() or any(path.glob("test.*")))
+    return "test" if has_test else "train"
