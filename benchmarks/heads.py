@@ -36,7 +36,6 @@ OBJECTIVES: dict[str, Classifier] = {
 CELLS = (
     ("real/vision", "deit-tiny", "vit-tiny", "cifar10"),
     ("real/text-shallow-to-deep", "MiniLM-L3", "MiniLM-L6", "trec"),
-    ("real/text-shallow-to-deep", "MiniLM-L3", "MiniLM-L6", "snli"),
 )
 
 

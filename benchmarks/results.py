@@ -1,4 +1,4 @@
-"""docs/results.md from the committed results.
+"""docs/results.md, and the table of the README, from the committed results.
 
     python benchmarks/results.py [--check]
 
@@ -22,6 +22,8 @@ from taskferry.bench.running import ORACLE, TARGET
 from taskferry.bench.tables import from_json, lines, markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- made by benchmarks/results.py -->", "<!-- end -->"
 ROWS = ("naive", "theseus", "bico", "bico, automatic scale", "few-shot", "few-shot, from bico")
 
 INTRODUCTION = """# Results
@@ -120,7 +122,32 @@ def zoo_part(results: dict[str, Any]) -> list[str]:
     return text
 
 
-def few_shot_part(scenarios: dict[str, Any]) -> str:
+def readme_table(results: dict[str, Any]) -> str:
+    """The averages, short enough for the first screen."""
+    mean, scenarios = zoo.averages(results), zoo.at_hundred(results)
+    target = [
+        line.average for g in scenarios.values() for k, s in g.items() for line in lines(s, k[3]) if line.row == TARGET
+    ]
+    names = {
+        "naive": "+ the source's task vector as it is, padded or cropped",
+        "theseus": "+ THESEUS",
+        "bico": "+ BiCo, scale 1 (the paper)",
+        "bico, automatic scale": "+ BiCo, scale chosen on the 100 samples",
+        ORACLE: "target fine-tuned on all 960 to 4,000 samples",
+    }
+    rows = [["target as it is", f"{statistics.mean(target):.1f}", ""]]
+    for row, name in names.items():
+        rows.append([name, f"{statistics.mean(target) + mean[row]['gain']:.1f}", f"{mean[row]['recovered']:.0%}"])
+    tasks = max(len(s[TARGET]) for g in scenarios.values() for s in g.values())
+    header = [
+        f"{len(scenarios)} pairs of small CLIP models, {tasks} tasks, 100 samples",
+        "accuracy",
+        "share of the gain",
+    ]
+    return common.table(header, rows)
+
+
+def few_shot_rows(scenarios: dict[str, Any]) -> list[list[str]]:
     """What a user would do instead, on the same draws and tasks."""
     rows = []
     for row in ("bico", "bico, automatic scale", "few-shot", "few-shot, from bico"):
@@ -139,7 +166,11 @@ def few_shot_part(scenarios: dict[str, Any]) -> str:
         if gains:
             recovered = f"{statistics.mean(gains) / statistics.mean(shares):.0%}"
             rows.append([row, f"{statistics.mean(gains):+.1f}", recovered, f"{wins} of {cells}"])
-    header = ["", "gain", "recovered", "best of the four"]
+    return rows
+
+
+def few_shot_part(scenarios: dict[str, Any]) -> str:
+    header, rows = ["", "gain", "recovered", "best of the four"], few_shot_rows(scenarios)
     return (
         "\n### What a user would do instead\n\nFew-shot fine-tuning of the target on the same 100 samples, its steps "
         "chosen by cross-validation within them, and the same from the moved start. Only the draws and tasks on which "
@@ -186,10 +217,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail where the page is old")
     options = parser.parse_args()
-    made = page()
+    made = {PAGE: page()}
+    if results := read("zoo"):
+        before, rest = README.read_text().split(BEGIN)
+        after = rest.split(END)[1]
+        made[README] = f"{before}{BEGIN}\n{readme_table(results)}\n{END}{after}"
     if options.check:
-        sys.exit(0 if PAGE.exists() and PAGE.read_text() == made else 1)
-    PAGE.write_text(made)
+        sys.exit(0 if all(p.exists() and p.read_text() == text for p, text in made.items()) else 1)
+    for path, text in made.items():
+        path.write_text(text)
 
 
 if __name__ == "__main__":
