@@ -4,7 +4,8 @@
 
 Three Llamas are pre-trained here on film reviews: `small` on one half; `large` (wider and deeper, the same tokenizer)
 and `other` (a tokenizer of its own) on the other half. PEFT LoRAs of `small` on presidential speeches, on scripture,
-and on a task with an answer (is the review positive?) move to both. Measured by the loss a token on held-out text:
+and on a task with an answer (is the review positive?) move to `large`, that of the speeches to `other` as well.
+Measured by the loss a token on held-out text:
 the target, moved by each method, few-shot tuning on the same samples, and a LoRA trained on the target (oracle).
 """
 

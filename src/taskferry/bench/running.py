@@ -93,21 +93,21 @@ class Bench:
             self._tasks[name] = TaskData(self.recipe, name, self.places.data)
         return self._tasks[name]
 
-    def identity(self, task: str, *models: str) -> str:
-        """A hash of all that a fine-tune or a score rests on: weights, samples, protocol, heads."""
+    def identity(self, task: str, *models: str, scored: bool = True) -> str:
+        """A hash of all that a fine-tune rests on, or a score: weights, samples, protocol, heads."""
         for name in models:
             self.model(name)
         recipe, data = self.recipe, self.task(task)
-        parts = {
+        parts: dict[str, Any] = {
             "weights": [self._weights[name] for name in models],
-            "train": data.train.identity(),
-            "test": data.test.identity(),
+            "train": data.train_identity,
             "templates": recipe.tasks[task].templates,
             "max_length": recipe.tasks[task].max_length,
             "finetune": recipe.finetune.model_dump(),
             "kind": recipe.kind,
-            "objective": recipe.objective,
         }
+        if scored:
+            parts |= {"test": data.test_identity, "objective": recipe.objective}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
     def tuned(self, model: str, task: str) -> TaskVector:
@@ -123,7 +123,7 @@ class Bench:
                 data.pool(loaded),
                 objective,
                 self.recipe.finetune,
-                folder=self.places.work / "finetuned" / f"{model}-{task}-{self.identity(task, model)}",
+                folder=self.places.work / "finetuned" / f"{model}-{task}-{self.identity(task, model, scored=False)}",
                 progress=lambda step, steps, loss: self.reporter.training(model, task, step, steps),  # noqa: ARG005
             )
             after = {name: p.detach() for name, p in student.named_parameters()}
@@ -222,6 +222,16 @@ class TaskData:
         """The test samples that are scored: all, or as many as the recipe says, drawn once."""
         shuffled = torch.randperm(len(self._all_test), generator=torch.Generator().manual_seed(0)).tolist()
         return self._all_test.take(sorted(shuffled[: self.recipe.test_samples]))
+
+    @cached_property
+    def train_identity(self) -> str:
+        """A hash of the training samples."""
+        return self.train.identity()
+
+    @cached_property
+    def test_identity(self) -> str:
+        """A hash of the samples that are scored."""
+        return self.test.identity()
 
     def pool(self, loaded: Loaded) -> Pool:
         """The training samples of one model."""
