@@ -210,7 +210,7 @@ def page() -> str:
     analysis = common.RESULTS / "analysis.md"
     if analysis.exists():
         parts.append("\n" + analysis.read_text().strip())
-    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
 def main() -> None:

@@ -94,8 +94,9 @@ def lines(group: Scores, count: int) -> list[Line]:
         pairs = [(task, d) for task in tasks for d in group[row][task]]
         gain = statistics.mean(group[row][t][d] - target[t][d] for t, d in pairs)
         possible = statistics.mean(oracle[t][d] - target[t][d] for t, d in pairs)
-        # A zero-shot head does not depend on the draw, and then neither do the rows that move nothing.
-        fixed = row in BASE_ROWS and all(len(set(d.values())) == 1 for d in group[row].values())
+        # A zero-shot head does not depend on the draw, and then neither do rows that take no samples.
+        constant = all(len(set(d.values())) == 1 for d in group[row].values())
+        fixed = constant and (row in BASE_ROWS or len(draws) > 1)
         result.append(
             Line(
                 row,
