@@ -207,9 +207,10 @@ def page() -> str:
         parts += real_part(results)
     parts += plain_part("heads", "Which loss gives an encoder's gradients", HEADS)
     parts += plain_part("causal", "Causal language models", CAUSAL)
-    analysis = common.RESULTS / "analysis.md"
-    if analysis.exists():
-        parts.append("\n" + analysis.read_text().strip())
+    limits = common.RESULTS / "limits.md"
+    if limits.exists():
+        words = (Path(__file__).parent / "analysis.md").read_text()
+        parts.insert(1, words.replace("LIMITS", limits.read_text().strip()))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
