@@ -222,7 +222,7 @@ def main() -> None:
     quick = options.quick
     root = zoo_data.DATA / ("causal-quick" if quick else "causal")
     make_data(root)
-    steps, lora_steps, seeds, samples = (60, 20, 1, 32) if quick else (450, 100, 2, 128)
+    steps, lora_steps, seeds, samples = (60, 20, 1, 32) if quick else (450, 100, 1, 128)
     targets = ("large",) if quick else ("large", "other")
     domains = DOMAINS[:1] if quick else DOMAINS
     folders = {name: pretrain(name, root, steps) for name in ("small", *targets)}

@@ -239,3 +239,19 @@ def test_the_verdict_is_that_of_what_is_written(world: Path, tmp_path: Path) -> 
     assert calibration_loss(target.model, loss, shots) == pytest.approx(ran.json["verdict"]["loss_before"], rel=1e-4)
     read_adapter(tmp_path / "low", Skeleton.of(target.model)).tau.add_to(target.model)
     assert calibration_loss(target.model, loss, shots) == pytest.approx(ran.json["verdict"]["loss_after"], rel=1e-4)
+
+
+def test_blank_answers_of_the_teacher_are_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sample without an answer must not end the whole transfer; one in the data still does."""
+    from taskferry import load_model, preparing
+    from taskferry.settings import CalibrationSettings
+
+    folders.causal(tmp_path / "a", "LlamaForCausalLM", 16, 2, 1)
+    data = folders.prompts(tmp_path / "asked.jsonl", completions=False)
+    loaded = load_model(str(tmp_path / "a"))
+    settings = CalibrationSettings(calibration=str(data), samples=6)
+    answers = [" the ferry", "  ", " a quay", "", " the sea", " a boat"]
+    monkeypatch.setattr(preparing, "complete", lambda *_: answers)
+    prepared = preparing.prepare(settings, loaded, loaded, str(tmp_path / "a"))
+    assert prepared.calibration.samples == len(prepared.indices) == 4
+    assert prepared.labels == "4 completions of the tuned source (teacher); 2 blank ones left out"

@@ -95,8 +95,8 @@ def prepare(
             raise TaskferryError(
                 f"the objective '{settings.objective}' is for encoders; language models use their own loss"
             )
-        calibration, labels = _language(settings, chosen, source, target, tuned, language)
-        return Prepared(calibration, (LanguageModel(), LanguageModel()), tuple(indices), labels)
+        calibration, labels, kept = _language(settings, chosen, source, target, tuned, language)
+        return Prepared(calibration, (LanguageModel(), LanguageModel()), tuple(indices[i] for i in kept), labels)
     by_teacher = settings.labels == "teacher" or chosen.labels is None
     calibration = encoder_calibration(chosen, source, target, **lengths)
     labels = "from the data"
@@ -170,10 +170,12 @@ def _image_key(loaded: Loaded) -> str:
 
 def _language(
     settings: CalibrationSettings, samples: Samples, source: Loaded, target: Loaded, tuned: str | None, kind: str
-) -> tuple[Calibration, str]:
+) -> tuple[Calibration, str, list[int]]:
+    """The calibration set, where its answers came from, and which of the samples have one."""
     tokenizer_A, tokenizer_B = source.tokenizer(), target.tokenizer()
     origin = "the text itself"
     rows = [dict(row) for row in samples.rows]
+    kept = list(range(len(rows)))
     if samples.kind == "image":
         raise TaskferryError(f"{settings.calibration} has images: a language model needs text, prompts or messages")
     if samples.kind == "prompt":
@@ -189,11 +191,16 @@ def _language(
             answers = complete(teacher, tokenizer_A, [row["prompt"] for row in asked])
             for row, completion in zip(asked, answers, strict=True):
                 row["completion"] = completion
+            blank = [id(row) for row in asked if is_blank(row["completion"])]
+            if blank:
+                made = len(asked) - len(blank)
+                origin = f"{made} completions of the tuned source (teacher); {len(blank)} blank ones left out"
+            kept = [i for i, row in enumerate(rows) if id(row) not in blank]
     elif settings.labels == "teacher":
         raise TaskferryError("the teacher answers prompts: give a prompt column, or leave --labels teacher out")
-    segments: Sequence[list[Segment]] = [segments_of(row) for row in rows]
+    segments: Sequence[list[Segment]] = [segments_of(rows[i]) for i in kept]
     lengths = {"max_length": settings.max_length, "micro_batch": settings.micro_batch}
-    return _builder(kind, samples)(segments, tokenizer_A, tokenizer_B, **lengths), origin
+    return _builder(kind, samples)(segments, tokenizer_A, tokenizer_B, **lengths), origin, kept
 
 
 def _builder(kind: str | None, samples: Samples) -> Callable[..., Calibration]:
@@ -220,10 +227,14 @@ def complete(model: torch.nn.Module, tokenizer: Any, prompts: Sequence[str], len
             # Decoded as a whole: a piece on its own may lose the space before it.
             text = text[len(tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)) :]
         completions.append(text)
-    empty = sum(not completion.strip() for completion in completions)
-    if empty == len(completions):
+    if all(map(is_blank, completions)):
         raise TaskferryError("the tuned source answers every prompt with nothing: give completions in the data")
-    return [completion or " " for completion in completions]
+    return completions
+
+
+def is_blank(answer: str) -> bool:
+    """Whether an answer says nothing: a broken character does not either, and some tokenizers drop it."""
+    return not answer.replace("\ufffd", "").strip()
 
 
 def _objectives(

@@ -78,7 +78,8 @@ def language_calibration(
         lost = [chosen[i] for i in range(len(chosen)) if not bool((labels[i] != IGNORED).any())]
         if lost:
             raise TaskferryError(
-                f"sample {lost[0]}: nothing of its answer fits in {max_length} tokens: raise --max-length (max_length)"
+                f"sample {lost[0]}: nothing of its answer fits in {max_length} tokens: raise --max-length (max_length) "
+                "or leave a blank answer out"
             )
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         return Batch(inputs, None, tuple(chosen), {"tokens": spans})
