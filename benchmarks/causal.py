@@ -6,7 +6,8 @@ Three Llamas are pre-trained here on film reviews: `small` on one half; `large` 
 and `other` (a tokenizer of its own) on the other half. PEFT LoRAs of `small` on presidential speeches, on scripture,
 and on a task with an answer (is the review positive?) move to `large`, that of the speeches to `other` as well.
 Measured by the loss a token on held-out text:
-the target, moved by each method, few-shot tuning on the same samples, and a LoRA trained on the target (oracle).
+the target, moved by each method, and a LoRA trained on the target (oracle). Few-shot tuning takes minutes a cell here
+and is not run: `taskferry bench compare --methods few-shot` does it.
 """
 
 from __future__ import annotations
@@ -241,9 +242,6 @@ def main() -> None:
                 methods=["naive", "theseus", "bico"],
             )  # fmt: skip
             found = compare(settings, say(where))
-            if target == "large" and domain == "speeches":  # few-shot tuning takes minutes: one cell, one draw
-                tuning = settings.model_copy(update={"methods": ["few-shot"], "seeds": 1})
-                found.scores |= {k: v for k, v in compare(tuning, say(where)).scores.items() if k.startswith("few")}
             base = statistics.mean(found.scores["target as it is"])
             scores = {"source, its LoRA": [tuned], **found.scores, "LoRA trained on the target (oracle)": [oracle]}
             results["cells"][where] = {"scores": scores, "refused": found.refusals}
