@@ -182,7 +182,8 @@ def real_part(results: dict[str, Any]) -> list[str]:
     text = [
         "\n## Real pre-trained pairs\n\n`python benchmarks/real_pairs.py --json benchmarks/results/real_pairs.json`: "
         "published models and data, sources tuned on thousands of samples, every row of the target with a linear probe "
-        "fitted on the same 100 samples."
+        "fitted on the same 100 samples. The oracle and the source, fine-tuned, are scored by such a probe as well; "
+        "their fine-tunes have seen these samples."
     ]
     for name, found in results.items():
         page = markdown(from_json(found["groups"]), "N", found["refused"])
