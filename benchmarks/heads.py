@@ -35,7 +35,7 @@ OBJECTIVES: dict[str, Classifier] = {
 }
 CELLS = (
     ("real/vision", "deit-tiny", "vit-tiny", "cifar10"),
-    ("real/text-shallow-to-deep", "MiniLM-L3", "MiniLM-L6", "trec"),
+    ("real/vision", "deit-tiny", "vit-tiny", "emnist_letters"),
 )
 
 
