@@ -14,13 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from taskferry.bench.recipe import Cell, Recipe
 from taskferry.bench.rows import ROWS, Mover
 from taskferry.calibration.batch import Batch
 from taskferry.calibration.data import Samples, load_samples
+from taskferry.calibration.samplers import choose
 from taskferry.checkpoints import Loaded, load_model
 from taskferry.checkpoints.loaded import to_device
 from taskferry.errors import TaskferryError
@@ -220,8 +220,7 @@ class TaskData:
     @cached_property
     def test(self) -> Samples:
         """The test samples that are scored: all, or as many as the recipe says, drawn once."""
-        shuffled = torch.randperm(len(self._all_test), generator=torch.Generator().manual_seed(0)).tolist()
-        return self._all_test.take(sorted(shuffled[: self.recipe.test_samples]))
+        return self._all_test.take(sorted(choose(len(self._all_test), self.recipe.test_samples)))
 
     @cached_property
     def train_identity(self) -> str:

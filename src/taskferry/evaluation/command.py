@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from taskferry.calibration.data import Samples, load_samples
+from taskferry.calibration.samplers import choose
 from taskferry.checkpoints import Loaded, load_model, load_tuned
 from taskferry.checkpoints.loaded import to_device
 from taskferry.errors import TaskferryError
@@ -33,12 +32,11 @@ def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -
         raise TaskferryError(
             f"{type(loaded.model).__name__} has no head of its own: give --shots, samples that one is made from"
         )
-    chosen = torch.randperm(len(test), generator=torch.Generator().manual_seed(0)).tolist()[: settings.test_samples]
     pool = Pool(test, loaded, max_length=settings.max_length)
-    batches = LazyBatches(pool, sorted(chosen), settings.micro_batch)
-    support = [] if shots is None else list(Pool(shots, loaded, max_length=settings.max_length).batches(
-        range(len(shots)), settings.micro_batch
-    ))  # fmt: skip
+    batches = LazyBatches(pool, sorted(choose(len(test), settings.test_samples)), settings.micro_batch)
+    support = []
+    if shots is not None:
+        support = Pool(shots, loaded, max_length=settings.max_length).batches(range(len(shots)), settings.micro_batch)
     return evaluate(loaded.model, batches, objective, support, progress), objective.describe()
 
 
