@@ -80,7 +80,7 @@ class Alignment:
                     key = (source.weight, pair.reads)
                     if key not in rights:
                         rights[key] = R_in(oriented.right)
-                    weight.add(target, source.weight, LowRank(R_out(left.T).T, rights[key]))
+                    weight.add(target, source.weight, LowRank(R_out.columns(left), rights[key]))
                 else:
                     weight.add(target, source.weight, bilinear(R_out, source.read(delta), R_in))
             else:

@@ -8,6 +8,8 @@ multiplied into the sums the moment they appear, and nothing outlives its micro-
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -91,17 +93,21 @@ def collect(
     calibration: Calibration,
     on_batch: Callable[[], None] | None = None,
     signals: Signals = BICO,
+    tokens_per_width: float | None = None,
 ) -> Statistics:
     """Cross-covariances of all pairs over the calibration set.
+
+    `tokens_per_width`: where a map has more tokens than this many times its width, that many stand for all.
 
     Memory: the sums, one graph at a time, and the source's activations and gradients of one micro-batch.
     """
     by_target = {pair.target.name: pair for pair in pairs}
     statistics = Statistics()
+    share = None if tokens_per_width is None else tokens_per_width / len(calibration)
     copy = False
     with torch.inference_mode(False), frozen(source.model), frozen(target.model), torch.enable_grad():
         for batch_A, batch_B in calibration:
-            micro_batch = _MicroBatch(source, target, by_target, statistics, signals, batch_A, batch_B, copy)
+            micro_batch = _MicroBatch(source, target, by_target, statistics, signals, batch_A, batch_B, copy, share)
             micro_batch.run()
             copy = micro_batch.copy
             if on_batch is not None:
@@ -145,6 +151,7 @@ class _MicroBatch:
         batch_A: Batch,
         batch_B: Batch,
         copy: bool,
+        share: float | None,
     ) -> None:
         self.source, self.target = source, target
         self.by_target = by_target
@@ -152,7 +159,10 @@ class _MicroBatch:
         self.signals = signals
         self.batch_A = batch_A.to(device_of(source.model))
         self.batch_B = batch_B.to(device_of(target.model))
+        self.share = share  # tokens kept for each unit of width
         self.copy = copy  # whether the source writes into what its layers have read
+        self.takers = Counter(pair.source.name for pair in by_target.values())
+        self.taken: Counter[tuple[str, str, int]] = Counter()
         self.calls: dict[tuple[str, int], Call] = {}
         self.inputs: dict[tuple[str, int], Tensor] = {}
         self.outputs: dict[tuple[str, int], Tensor] = {}
@@ -220,6 +230,7 @@ class _MicroBatch:
             key = call.site.name if call.index == 0 else f"{call.site.name}@{call.index}"
             self.shared[tensors] = key
             self._add(self.statistics.inputs, key, call, self.inputs[at], rows)
+        self._take(self.inputs, "in", at)
         keys = self.statistics.reads.setdefault(call.site.name, [])
         if key not in keys:
             keys.append(key)
@@ -228,13 +239,21 @@ class _MicroBatch:
         at = (self.by_target[call.site.name].source.name, call.index)
         if at in self.outputs:
             self._add(self.statistics.outputs, call.site.name, call, self.outputs[at], rows)
+            self._take(self.outputs, "out", at)
+
+    def _take(self, held: dict[tuple[str, int], Tensor], side: str, at: tuple[str, int]) -> None:
+        """Let the source's rows go with their last reader: what is held shrinks while the target's graph grows."""
+        self.taken[(side, *at)] += 1
+        if self.taken[(side, *at)] == self.takers[at[0]]:
+            del held[at]
 
     def _add(self, sums: dict[str, CrossCovariance], key: str, call: Call, rows_A: Tensor, rows_B: Tensor) -> None:
         pair = self.by_target[call.site.name]
         try:
             tokens = self._match(pair, rows_A.shape[1], rows_B.shape[1])
             covariance = sums.setdefault(key, CrossCovariance(rows_A.shape[-1], rows_B.shape[-1]))
-            covariance.add(tokens.source(rows_A), tokens.target(rows_B))
+            keep = None if self.share is None else math.ceil(self.share * max(rows_A.shape[-1], rows_B.shape[-1]))
+            covariance.add(tokens.source(rows_A), tokens.target(rows_B), keep)
         except ValueError as error:
             raise TaskferryError(
                 f"{pair.source.name} {list(rows_A.shape)} with {pair.target.name} {list(rows_B.shape)}: {error}"

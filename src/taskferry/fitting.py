@@ -7,16 +7,18 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from taskferry.alignment import NO_CHANGE, AlignedPair, Alignment
 from taskferry.calibration.batch import Batch, Calibration
-from taskferry.capture import BICO, Side, Signals, collect, device_of
+from taskferry.capture import BICO, Side, Signals, Statistics, collect, device_of
 from taskferry.coverage import reasons_to_keep
 from taskferry.errors import TaskferryError
 from taskferry.files import hash_tensor
@@ -25,7 +27,7 @@ from taskferry.objectives import ForwardOnly, Objective, as_objective, default_o
 from taskferry.pairing import DepthRule, Pair, nearest_block, pair_sites
 from taskferry.procrustes import DEFAULT_TOLERANCE, Map, RankPolicy
 from taskferry.sites import Site
-from taskferry.statistics import CrossCovariance, Quality
+from taskferry.statistics import CrossCovariance, Quality, solve_all
 from taskferry.version import __version__
 
 AnyObjective = Objective | Callable[[nn.Module, Batch], Tensor]
@@ -46,6 +48,8 @@ def fit(
     depth_rule: DepthRule = nearest_block,
     signals: Signals = BICO,
     only: Collection[str] | None = None,
+    tokens_per_width: float | None = None,
+    factored: bool = False,
     statistics_memory: int = 4 * 2**30,
     progress: Progress | None = None,
 ) -> Alignment:
@@ -55,6 +59,8 @@ def fit(
     `statistics_memory` bounds the bytes of cross-covariances alive at once: where they do not fit, the
     sites are visited in groups, with one more pass over the calibration set for each.
     `only` names the source parameters that will change: no other map is solved (a LoRA on q and v needs no MLP map).
+    `tokens_per_width` lets so many tokens, as a multiple of a map's width, stand for all where there are more.
+    `factored` leaves maps as two factors: for low-rank task vectors, which pass through them for less than forming R.
     `signals` says what is aligned on each side; anything but the default is another method.
     `progress` is called with what is done, the steps done and the steps in all.
     """
@@ -75,15 +81,22 @@ def fit(
     if only is not None:
         pairs, left_out = changed_pairs(pairs, only)
         reasons |= dict.fromkeys(left_out, NO_CHANGE)
-    maps = _Maps(map_rank, tolerance, signals)
+    maps = _Maps({"rank": map_rank, "tolerance": tolerance, "factored": factored})
     aligned: list[AlignedPair] = []
     number = max((p.element_size() for model in (source, target) for p in model.parameters()), default=4)
     groups = list(_groups(pairs, statistics_memory, max(4, number)))
     capturing = _Steps(progress, "capture", len(groups) * len(calibration))
-    solving = _Steps(progress, "solve", len(pairs))
+    solving = _Steps(progress, "solve", 2 * len(pairs))
     for group in groups:
-        # A group's sums live in this call only: two groups never exist at once.
-        aligned += _fit_group(group, side_A, side_B, calibration, capturing, solving, maps, reasons)
+        statistics = collect(side_A, side_B, group, calibration, capturing.step, signals, tokens_per_width)
+        reached = [p for p in group if p.target.name in statistics.reads and p.target.name in statistics.outputs]
+        found = maps.solve(statistics, reached, solving)
+        solving.step(2 * (len(group) - len(reached)))
+        done, seen = ({p.target.name for p in some} for some in (found, reached))
+        reasons |= {
+            p.target.name: NO_SIGNAL if p.target.name in seen else UNREACHED for p in group if p.target.name not in done
+        }
+        aligned += found
     used_in = dict.fromkeys(pair.reads for pair in aligned)
     used_out = dict.fromkeys(pair.target.name for pair in aligned)
     return Alignment(
@@ -100,6 +113,7 @@ def fit(
             "settings": {
                 "map_rank": map_rank,
                 "tolerance": tolerance,
+                "tokens_per_width": tokens_per_width,
                 "depth_rule": getattr(depth_rule, "__name__", repr(depth_rule)),
             },
             "source": _describe(source),
@@ -195,49 +209,28 @@ def _sites(pair: Pair) -> tuple[Site, Site]:
 class _Maps:
     """Maps solved so far; shared ones once."""
 
-    rank: RankPolicy
-    tolerance: float
-    signals: Signals
+    options: dict[str, Any]  # of solve_all
     inputs: dict[str, tuple[Map, Quality]] = field(default_factory=dict)
     outputs: dict[str, tuple[Map, Quality]] = field(default_factory=dict)
 
-    def solve(self, into: dict[str, tuple[Map, Quality]], key: str, sums: CrossCovariance) -> bool:
-        """Solve one map unless it is there; whether it has any direction."""
-        if key not in into:
-            try:
-                into[key] = sums.solve(rank=self.rank, tolerance=self.tolerance)
-            except ValueError as error:
-                raise TaskferryError(f"{key}: {error}") from error
-        return into[key][1].rank > 0
-
-
-def _fit_group(
-    group: list[Pair],
-    side_A: Side,
-    side_B: Side,
-    calibration: Calibration,
-    capturing: _Steps,
-    solving: _Steps,
-    maps: _Maps,
-    reasons: dict[str, str],
-) -> list[AlignedPair]:
-    """Capture and solve one group of pairs; what cannot be aligned gets its reason."""
-    statistics = collect(side_A, side_B, group, calibration, capturing.step, maps.signals)
-    aligned = []
-    for pair in group:
-        name = pair.target.name
-        solving.step()
-        if name not in statistics.reads or name not in statistics.outputs:
-            reasons[name] = UNREACHED
-            continue
-        key, sums = statistics.input_of(name)
-        found = maps.solve(maps.inputs, key, sums)
-        found &= maps.solve(maps.outputs, name, statistics.outputs[name])
-        if found:
-            aligned.append(AlignedPair(pair.source, pair.target, key))
-        else:
-            reasons[name] = NO_SIGNAL
-    return aligned
+    def solve(self, statistics: Statistics, pairs: list[Pair], solving: _Steps) -> list[AlignedPair]:
+        """The maps of these pairs; consumes the statistics. Pairs that have a direction on both sides come back."""
+        reads = {}
+        inputs: dict[str, CrossCovariance] = {}
+        for pair in pairs:
+            reads[pair.target.name], inputs[reads[pair.target.name]] = statistics.input_of(pair.target.name)
+        statistics.inputs.clear()
+        outputs = {pair.target.name: statistics.outputs.pop(pair.target.name) for pair in pairs}
+        readers = Counter(reads.values())
+        for sums, into in ((inputs, self.inputs), (outputs, self.outputs)):
+            for key, R, quality in solve_all(sums, **self.options):
+                into[key] = (R, quality)
+                solving.step(readers[key] if into is self.inputs else 1)
+        return [
+            AlignedPair(pair.source, pair.target, key)
+            for pair, key in zip(pairs, reads.values(), strict=True)
+            if self.inputs[key][1].rank and self.outputs[pair.target.name][1].rank
+        ]
 
 
 def _parameter_reasons(model: nn.Module, sites: list[Site], reasons: dict[str, str]) -> dict[str, str]:
@@ -261,7 +254,7 @@ class _Steps:
     def __init__(self, progress: Progress | None, what: str, total: int) -> None:
         self.progress, self.what, self.done, self.total = progress, what, 0, total
 
-    def step(self) -> None:
-        self.done += 1
+    def step(self, count: int = 1) -> None:
+        self.done += count
         if self.progress is not None:
             self.progress(self.what, self.done, self.total)

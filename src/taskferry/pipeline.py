@@ -31,8 +31,10 @@ from taskferry.methods import Job, find
 from taskferry.plan import Plan, make_plan
 from taskferry.preparing import Prepared, prepare
 from taskferry.scale import ScaleCurve, calibration_loss, moved_by, scale_on_calibration
-from taskferry.settings import ApplySettings, FitSettings, TransferSettings, dump_settings
+from taskferry.settings import ApplySettings, FitSettings, MapSettings, PlanSettings, TransferSettings, dump_settings
 from taskferry.taskvector import TaskVector
+
+LOOKS = 8  # forward passes of the target that choosing a scale takes, usually
 
 
 class Reporter:
@@ -71,7 +73,7 @@ def transfer(
         raise TaskferryError(f"{settings.source_tuned} does not differ from {settings.source_base}: nothing to move")
     kind = output_kind(settings, tuned.adapter)
     prepared = prepare(settings, source, target, settings.source_tuned)
-    plan = make_plan(source.model, target.model, prepared.calibration, tuned.tau.deltas.keys())
+    plan = _plan(settings, source, target, prepared, tuned, looks=LOOKS if settings.scale == "auto" else 2)
     reporter.plan(plan, _plan_lines(settings, tuned, prepared, kind))
     if dry_run:
         return None
@@ -115,6 +117,38 @@ def transfer(
     return Outcome(record, settings.out)
 
 
+def plan_transfer(settings: PlanSettings, reporter: Reporter) -> Plan:
+    """What fitting and applying would cost; nothing is written."""
+    source, target = _load_pair(settings.source_base, settings.target_base, settings.device)
+    tuned = None if settings.source_tuned is None else load_tuned(settings.source_tuned, source)
+    prepared = prepare(settings, source, target, settings.source_tuned)
+    plan = _plan(settings, source, target, prepared, tuned)
+    reporter.plan(plan, _sample_lines(prepared))
+    return plan
+
+
+def _plan(
+    settings: MapSettings,
+    source: Loaded,
+    target: Loaded,
+    prepared: Prepared,
+    tuned: Tuned | None = None,
+    looks: int = 0,
+) -> Plan:
+    return make_plan(
+        source.model,
+        target.model,
+        prepared.calibration,
+        None if tuned is None else tuned.tau.deltas.keys(),
+        looks=looks,
+        statistics_memory=int(settings.statistics_memory * 2**30),
+    )
+
+
+def _sample_lines(prepared: Prepared) -> dict[str, str]:
+    return {"labels": prepared.labels, "samples": str(prepared.calibration.samples)}
+
+
 def fit_alignment(
     settings: FitSettings, *, reporter: Reporter | None = None, dry_run: bool = False
 ) -> Alignment | None:
@@ -123,8 +157,8 @@ def fit_alignment(
     check_free(settings.out)
     source, target = _load_pair(settings.source_base, settings.target_base, settings.device)
     prepared = prepare(settings, source, target, settings.source_tuned)
-    plan = make_plan(source.model, target.model, prepared.calibration)
-    reporter.plan(plan, {"labels": prepared.labels, "samples": str(prepared.calibration.samples)})
+    plan = _plan(settings, source, target, prepared)
+    reporter.plan(plan, _sample_lines(prepared))
     if dry_run:
         return None
     alignment = _fit(settings, source, target, prepared, reporter)
@@ -205,6 +239,7 @@ def _fit(
         prepared.objectives,
         map_rank=settings.map_rank,
         tolerance=settings.tolerance,
+        tokens_per_width=settings.tokens_per_width,
         only=only,
         statistics_memory=int(settings.statistics_memory * 2**30),
         progress=reporter.step,
@@ -215,7 +250,7 @@ def _method_settings(settings: TransferSettings) -> dict[str, Any]:
     """The method's settings: those given for it, and the general ones that it has too; others must stay at default."""
     known = find(settings.method).settings
     own = dict(settings.method_settings)
-    for name in ("map_rank", "tolerance"):
+    for name in ("map_rank", "tolerance", "tokens_per_width"):
         value = getattr(settings, name)
         if value == TransferSettings.model_fields[name].default:
             continue

@@ -1,18 +1,34 @@
-"""What a transfer will cost, before it is done: memory and time from the sizes and a short measurement."""
+"""What a transfer will cost, before it is done: the sizes, a trial on a few samples, and the speed of this machine.
+
+    >>> plan = make_plan(source, target, calibration)
+    >>> plan.seconds, plan.memory_bytes
+
+The trial runs the real capture on a few samples of the first micro-batch. It tells how long a pass takes, which maps
+there are and how many tokens each sees, and what the graph holds; the rest is arithmetic.
+"""
 
 from __future__ import annotations
 
+import mmap
+import sys
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from taskferry.calibration.batch import Calibration
+from taskferry.calibration.batch import Batch, Calibration
+from taskferry.capture import Side, Statistics, collect, device_of
 from taskferry.finding import find_sites
 from taskferry.fitting import changed_pairs
+from taskferry.machine import Machine
+from taskferry.objectives import ForwardOnly
 from taskferry.pairing import Pair, pair_sites
+
+TRIAL = 1.5  # seconds that a trial may take, roughly
 
 
 @dataclass(frozen=True)
@@ -21,73 +37,163 @@ class Plan:
 
     pairs: int
     sites: int
-    tokens: int
-    statistics_bytes: int
+    tokens: int  # rows of the map that sees most
+    statistics_bytes: int  # of all cross-covariances
     weights_bytes: int
-    flops_capture: float
-    flops_solve: float
-    seconds: float
+    memory_bytes: int  # resident at the peak
+    stages: dict[str, float]  # seconds
 
     @property
-    def memory_bytes(self) -> int:
-        """Both models, the statistics, and the maps that they become."""
-        return self.weights_bytes + 2 * self.statistics_bytes
+    def seconds(self) -> float:
+        """All stages together."""
+        return sum(self.stages.values())
+
+
+@dataclass
+class _Trial:
+    """What a few samples have shown; `share` of them make one micro-batch, `whole` the calibration set."""
+
+    statistics: Statistics
+    seconds: float
+    share: float
+    whole: float
+    graph: list[int] = field(default_factory=lambda: [0, 0])  # bytes that autograd keeps, of each model
 
 
 def make_plan(
-    source: nn.Module, target: nn.Module, calibration: Calibration, only: Collection[str] | None = None
+    source: nn.Module,
+    target: nn.Module,
+    calibration: Calibration,
+    only: Collection[str] | None = None,
+    *,
+    looks: int = 0,
+    statistics_memory: int = 4 * 2**30,
 ) -> Plan:
-    """From shapes, the calibration set and half a second of matrix products on this machine."""
+    """From sizes, a trial and a second of measurement; `looks` forward passes of the target choose a scale."""
     target_sites = find_sites(target)
     pairs, _ = pair_sites(find_sites(source), target_sites)
-    weights = sum(p.source.shape[0] * p.source.shape[1] + p.target.shape[0] * p.target.shape[1] for p in pairs)
     if only is not None:
         pairs, _ = changed_pairs(pairs, only)
-    tokens = sum(_tokens(B.inputs) for _, B in calibration)
-    inputs, outputs = _map_shapes(pairs)
-    products = sum(a * b for a, b in [*inputs, *outputs])
-    capture = tokens * (4.0 * weights + 2.0 * products)  # forward and backward, then the cross-covariances
-    solve = sum(12.0 * min(a, b) ** 2 * max(a, b) for a, b in [*inputs, *outputs])
-    speed32, speed64 = _speed(torch.float32), _speed(torch.float64)
+    machine = Machine.measure(device_of(target).type)
+    trial = _trial(source, target, pairs, calibration)
+    resident = _resident()  # with all that libraries load when they are first used
+    sums = [*trial.statistics.inputs.values(), *trial.statistics.outputs.values()]
+    maps = [(round(S.rows * trial.whole), S.d_A, S.d_B) for S in sums]
+    weights = sum(p.numel() * p.element_size() for model in (source, target) for p in model.parameters())
+    held = sum(4 * min(rows * (a + b), a * b) for rows, a, b in maps)
+    groups = max(1, -(-held // statistics_memory))
+    products = sum(rows * a * b for rows, a, b in maps)
+    moving = sum(_apply_cost(p.source.shape, p.target.shape) for p in pairs)
+    passes = trial.seconds * trial.whole
     return Plan(
         pairs=len(pairs),
         sites=len(target_sites),
-        tokens=tokens,
-        statistics_bytes=4 * products,
-        weights_bytes=sum(p.numel() * p.element_size() for model in (source, target) for p in model.parameters()),
-        flops_capture=capture,
-        flops_solve=solve,
-        seconds=capture / (0.5 * speed32) + solve / (0.3 * speed64),  # models reach about half of a bare product
+        tokens=max((rows for rows, _, _ in maps), default=0),
+        statistics_bytes=held,
+        weights_bytes=weights,
+        memory_bytes=resident + _working_memory(trial, maps, min(held, statistics_memory)),
+        stages={
+            "capture": groups * passes + products / machine.product,
+            "solve": sum(machine.solve_seconds(*each) for each in maps),
+            "apply": moving / machine.product,
+            "hash": weights / machine.hashing,
+            "scale": looks * 0.25 * passes,  # a forward pass of the target: half of its half
+        },
     )
 
 
-def _tokens(inputs: object) -> int:
-    mapping: dict[str, torch.Tensor] = dict(inputs)  # type: ignore[call-overload]
-    if "attention_mask" in mapping:
-        return int(mapping["attention_mask"].sum())
-    first = next(iter(mapping.values()))
-    return first.shape[0] * (first[0].numel() // (3 * 16 * 16) + 1)  # images: patches of 16 pixels or so
+def _trial(source: nn.Module, target: nn.Module, pairs: list[Pair], calibration: Calibration) -> _Trial:
+    first_A, first_B = next(iter(calibration))
+    sizes = [_size(B) for _, B in calibration]
+    objective = ForwardOnly()
+
+    def run(count: int) -> _Trial:
+        some = (first_A.take(range(count)), first_B.take(range(count)))
+        share, whole = sizes[0] / _size(some[1]), sum(sizes) / _size(some[1])
+        found = _Trial(Statistics(), 0.0, share, whole)
+        sides = []
+        for i, model in enumerate((source, target)):
+            loss = objective.bind(model, [some[i]])
+            sides.append(Side(model, _counting(model, loss, found, i)))
+        started = time.perf_counter()
+        found.statistics = collect(sides[0], sides[1], pairs, Calibration([some]))
+        found.seconds = time.perf_counter() - started
+        return found
+
+    one = run(1)  # warms up, and says how many more there is time for
+    again = run(1)
+    count = min(len(first_B), int(TRIAL / max(again.seconds, 1e-9)))
+    return run(count) if count > 1 else min((one, again), key=lambda trial: trial.seconds)
 
 
-def _map_shapes(pairs: Iterable[Pair]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(d_A, d_B) of the input maps, shared ones once, and of the output maps."""
-    inputs: dict[tuple[object, ...], tuple[int, int]] = {}
-    outputs = []
-    for pair in pairs:
-        a, b = pair.source.shape, pair.target.shape
-        role = pair.target.role
-        shared = {"q": "in", "k": "in", "v": "in", "gate": "in", "up": "in"}.get(role.rsplit(".", 1)[-1], role)
-        inputs[pair.target.stack, pair.target.block, role.split(".")[0], shared] = (a[1], b[1])
-        outputs.append((a[0], b[0]))
-    return list(inputs.values()), outputs
+def _counting(
+    model: nn.Module, loss: Callable[[Batch], Tensor], trial: _Trial, which: int
+) -> Callable[[Batch], Tensor]:
+    """The loss, with the bytes that its graph keeps written down; weights are there anyway."""
+
+    def counted(batch: Batch) -> Tensor:
+        with _saved_bytes(model) as total:
+            value = loss(batch)
+        trial.graph[which] = total[0]
+        return value
+
+    return counted
 
 
-def _speed(dtype: torch.dtype, size: int = 768) -> float:
-    """FLOP/s of a bare matrix product here and now."""
-    a = torch.randn(size, size, dtype=dtype)
-    a @ a
-    started, count = time.perf_counter(), 0
-    while time.perf_counter() - started < 0.2:
-        a @ a
-        count += 1
-    return 2.0 * size**3 * count / (time.perf_counter() - started)
+@contextmanager
+def _saved_bytes(model: nn.Module) -> Iterator[list[int]]:
+    seen = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    total = [0]
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total[0] += storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield total
+
+
+def _working_memory(trial: _Trial, maps: list[tuple[int, int, int]], sums: int) -> int:
+    """Beyond what is resident now: the worst of the source's pass, the target's pass and the largest map."""
+    share = trial.share
+    inputs = sum(4 * S.d_A * S.rows for S in trial.statistics.inputs.values()) * share
+    gradients = sum(4 * S.d_A * S.rows for S in trial.statistics.outputs.values()) * share
+    widest = max((max(S.d_A, S.d_B) * S.rows for S in trial.statistics.outputs.values()), default=0)
+    flowing = 3 * 4 * widest * share  # gradients on their way through the widest layer
+    largest = max((min(a, b) * max(a, b) for _, a, b in maps), default=0)
+    workspace = 8 * 6 * largest  # float64: C, its Gram matrix, eigenvectors, what the decomposition asks for, V
+    return int(
+        max(
+            trial.graph[0] * share + inputs + flowing,
+            trial.graph[1] * share + gradients + sums + flowing,
+            sums + workspace,
+        )
+    )
+
+
+def _apply_cost(source: tuple[int, int], target: tuple[int, int]) -> int:
+    """Multiply-adds of R_outᵀ τ R_in in its cheaper order."""
+    (a, b), (c, d) = source, target
+    return min(a * b * d + a * c * d, a * b * c + b * c * d)
+
+
+def _size(batch: Batch) -> int:
+    """What a pass costs in proportion to: tokens with their padding, or samples of one size."""
+    ids = batch.inputs.get("input_ids")
+    return len(batch) if ids is None else ids.numel()
+
+
+def _resident() -> int:
+    """Bytes of memory this process holds now; at its peak so far where the system does not say."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * mmap.PAGESIZE
+    try:
+        import resource
+    except ImportError:  # no such thing on Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -15,6 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from taskferry.decompositions import Solver, by_eigh, by_svd, choose_solver, of_rows
+from taskferry.polar import polar
+
 RankPolicy = Literal["range", "full"]
 
 DEFAULT_TOLERANCE = 1e-6
@@ -64,6 +67,20 @@ class Map:
         rows, U = _alike(rows, U)
         return (rows @ U) @ V.to(rows).T
 
+    def columns(self, columns: Tensor) -> Tensor:
+        """Source column vectors [d_A, n] in target coordinates [d_B, n]: Rᵀ @ columns."""
+        if self.R is not None:
+            columns, R = _alike(columns, self.R)
+            return R.T @ columns
+        U, V = self._need_factors()
+        columns, U = _alike(columns, U)
+        return V.to(columns) @ (U.T @ columns)
+
+    def cost(self, vectors: int) -> int:
+        """Multiply-adds to carry so many vectors over."""
+        d_A, d_B = self.shape
+        return vectors * (d_A * d_B if self.U is None else self.U.shape[1] * (d_A + d_B))
+
     def dense(self) -> Tensor:
         """R as one matrix [d_A, d_B]."""
         if self.R is not None:
@@ -83,52 +100,74 @@ class Spectrum:
 
     rank: int  # directions kept
     largest: float  # σ_1
-    smallest: float  # σ of the last direction kept
+    smallest: float | None  # σ of the last direction kept; None where the solver does not see it
     nuclear: float  # Σ σ over the kept directions = ⟨X_A R, X_B⟩
 
 
-def procrustes(C: Tensor, *, rank: RankPolicy = "range", tolerance: float = DEFAULT_TOLERANCE) -> tuple[Map, Spectrum]:
-    """R = U Vᵀ for C = X_Aᵀ X_B = U Σ Vᵀ (equations 6 and 7), in float64, returned in C's precision.
+def procrustes(
+    C: Tensor,
+    *,
+    rank: RankPolicy = "range",
+    tolerance: float = DEFAULT_TOLERANCE,
+    factored: bool = False,
+    solver: Solver = "auto",
+) -> tuple[Map, Spectrum]:
+    """R = U Vᵀ for C = X_Aᵀ X_B = U Σ Vᵀ (equations 6 and 7), decomposed in float64, returned in C's precision.
 
     Of all isometries R it has the largest ⟨X_A R, X_B⟩. For d_A ≤ d_B (R Rᵀ = I) that minimises ‖X_A R − X_B‖_F;
     for d_A > d_B (Rᵀ R = I) it minimises ‖X_A − X_B Rᵀ‖_F: one formula for both.
     U Vᵀ is unique only on the range of C; what a decomposition returns outside of it is an accident of
     its implementation. "range" keeps the singular directions above `tolerance` · σ_1; "full" keeps
     all min(d_A, d_B) of them, which is the paper to the letter.
+    `factored` leaves U and V unmultiplied, for low-rank task vectors, which pass through them for less.
 
     Costs one decomposition of a min(d_A, d_B)² matrix and four float64 copies of C.
     """
-    if C.ndim != 2:
-        raise ValueError(f"a cross-covariance is a matrix [d_A, d_B], got shape {tuple(C.shape)}")
+    return procrustes_batch(_matrix(C)[None], rank=rank, tolerance=tolerance, factored=factored, solver=solver)[0]
+
+
+def procrustes_batch(
+    C: Tensor,
+    *,
+    rank: RankPolicy = "range",
+    tolerance: float = DEFAULT_TOLERANCE,
+    factored: bool = False,
+    solver: Solver = "auto",
+) -> list[tuple[Map, Spectrum]]:
+    """The same for matrices of one shape, [batch, d_A, d_B], in one decomposition call."""
     if not bool(torch.isfinite(C).all()):
         raise ValueError(NOT_FINITE)
-    # float32 statistics carry 1e-7 of rounding noise, above what squaring C loses in float64, so there the
-    # symmetric eigenproblem (half the time of the SVD) gives the same map. "full" needs the null space too.
-    if rank == "full" or C.dtype == torch.float64:
-        U, sigma, Vh = torch.linalg.svd(C.double(), full_matrices=False)
-        V = Vh.mT
-    else:
-        U, sigma, V = _svd_by_eigh(C.double())
-    return _partial_isometry(U, sigma, V, rank=rank, tolerance=tolerance, dtype=C.dtype)
+    full = rank == "full"
+    solver = choose_solver(C, full) if solver == "auto" else solver
+    if solver == "products":
+        if full:
+            raise ValueError("matrix products cannot see the null space: rank policy 'full' needs the svd solver")
+        R, largest = polar(C, tolerance=tolerance)
+        return [_from_products(*each) for each in zip(C, R, largest.tolist(), strict=True)]
+    parts = by_svd(C) if solver == "svd" else by_eigh(C)
+    return [
+        _partial_isometry(U, sigma, V, rank=rank, tolerance=tolerance, dtype=C.dtype, factored=factored)
+        for U, sigma, V in zip(*parts, strict=True)
+    ]
 
 
-def procrustes_from_rows(X_A: Tensor, X_B: Tensor, *, tolerance: float = DEFAULT_TOLERANCE) -> tuple[Map, Spectrum]:
+def procrustes_from_rows(
+    X_A: Tensor, X_B: Tensor, *, tolerance: float = DEFAULT_TOLERANCE, factored: bool = False
+) -> tuple[Map, Spectrum]:
     """The "range" map of C = X_Aᵀ X_B from its rows [M, d_A] and [M, d_B], for M < d: C is never formed.
 
-    QR of the two tall factors, X_Aᵀ = Q_A T_A and X_Bᵀ = Q_B T_B, leaves the SVD of the M × M matrix
-    T_A T_Bᵀ. The rank is then at most M, exactly, and the map stays factored.
+    The rank is then at most M, exactly, and the map stays factored.
     """
-    Q_A, T_A = torch.linalg.qr(X_A.double().T)
-    Q_B, T_B = torch.linalg.qr(X_B.double().T)
-    U, sigma, Vh = torch.linalg.svd(T_A @ T_B.T, full_matrices=False)
-    return _partial_isometry(Q_A @ U, sigma, Q_B @ Vh.mT, rank="range", tolerance=tolerance, dtype=X_A.dtype)
+    return _partial_isometry(*of_rows(X_A, X_B), rank="range", tolerance=tolerance, dtype=X_A.dtype, factored=factored)
 
 
 def bilinear(R_out: Map, tau: Tensor, R_in: Map) -> Tensor:
     """τ_B = R_outᵀ τ_A R_in (equation 8): [out_A, in_A] to [out_B, in_B]."""
     if tau.shape != (R_out.shape[0], R_in.shape[0]):
         raise ValueError(f"the task vector is {tuple(tau.shape)}, the maps take {(R_out.shape[0], R_in.shape[0])}")
-    return R_out(R_in(tau).T).T
+    rows_first = R_in.cost(tau.shape[0]) + R_out.cost(R_in.shape[1])
+    columns_first = R_out.cost(tau.shape[1]) + R_in.cost(R_out.shape[1])
+    return R_out.columns(R_in(tau)) if rows_first <= columns_first else R_in(R_out.columns(tau))
 
 
 def _alike(rows: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,31 +176,45 @@ def _alike(rows: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
     return rows.to(dtype), R.to(rows.device, dtype)
 
 
-def _svd_by_eigh(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U, σ, V of C by the eigenproblem of its smaller Gram matrix; columns with σ = 0 are zero."""
-    if C.shape[0] > C.shape[1]:
-        V, sigma, U = _svd_by_eigh(C.T)
-        return U, sigma, V
-    _, U = torch.linalg.eigh(C @ C.T)
-    U = U.flip(-1)  # eigh is ascending, singular values descend
-    V = C.T @ U  # columns v_i σ_i: their lengths are σ_i, more exact than the roots of the eigenvalues
-    sigma = torch.linalg.vector_norm(V, dim=0)
-    return U, sigma, V / sigma.clamp_min(torch.finfo(sigma.dtype).tiny)
+def _matrix(C: Tensor) -> Tensor:
+    if C.ndim != 2:
+        raise ValueError(f"a cross-covariance is a matrix [d_A, d_B], got shape {tuple(C.shape)}")
+    return C
+
+
+def _from_products(C: Tensor, R: Tensor, largest: float) -> tuple[Map, Spectrum]:
+    """What the polar iteration knows: its rank is ‖R‖², its nuclear norm ⟨R, C⟩, its smallest value nothing."""
+    spectrum = Spectrum(
+        rank=round(float(R.square().sum())),
+        largest=largest,
+        smallest=None,
+        nuclear=float((R * C).sum()),
+    )
+    return Map(R=R.to(C.dtype)), spectrum
 
 
 def _partial_isometry(
-    U: Tensor, sigma: Tensor, V: Tensor, *, rank: RankPolicy, tolerance: float, dtype: torch.dtype
+    U: Tensor,
+    sigma: Tensor,
+    V: Tensor,
+    *,
+    rank: RankPolicy,
+    tolerance: float,
+    dtype: torch.dtype,
+    factored: bool,
 ) -> tuple[Map, Spectrum]:
     largest = float(sigma.max()) if sigma.numel() else 0.0
     keep = torch.ones_like(sigma, dtype=torch.bool) if rank == "full" else sigma > tolerance * largest
-    U, V, kept = U[:, keep], V[:, keep], sigma[keep]
-    r, d_A, d_B = kept.numel(), U.shape[0], V.shape[0]
+    if not bool(keep.all()):
+        U, V, sigma = U[:, keep], V[:, keep], sigma[keep]
+    r, d_A, d_B = sigma.numel(), U.shape[0], V.shape[0]
     spectrum = Spectrum(
         rank=r,
         largest=largest,
-        smallest=float(kept.min()) if r else 0.0,
-        nuclear=float(kept.sum()),
+        smallest=float(sigma.min()) if r else 0.0,
+        nuclear=float(sigma.sum()),
     )
-    if r * (d_A + d_B) < d_A * d_B:
-        return Map(U=U.to(dtype).contiguous(), V=V.to(dtype).contiguous()), spectrum
-    return Map(R=(U @ V.T).to(dtype)), spectrum
+    U, V = U.to(dtype), V.to(dtype)  # rounded once, then multiplied: the result is rounded to that precision anyway
+    if factored or r * (d_A + d_B) < d_A * d_B:
+        return Map(U=U.contiguous(), V=V.contiguous()), spectrum
+    return Map(R=U @ V.T), spectrum

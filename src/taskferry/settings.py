@@ -60,8 +60,19 @@ class MapSettings(Settings):
         "range", description="keep the directions the samples show, or all (the paper to the letter)"
     )
     tolerance: float = Field(DEFAULT_TOLERANCE, gt=0, lt=1, description="smallest singular value kept, relative")
+    tokens_per_width: float | None = Field(
+        None, gt=0, description="tokens that a map takes at most, as a multiple of its width (default: all)"
+    )
     statistics_memory: float = Field(4.0, gt=0, description="GiB of cross-covariances at once")
     device: str = Field("auto", description="cpu, cuda, or auto")
+
+
+class PlanSettings(CalibrationSettings, MapSettings):
+    """taskferry plan."""
+
+    source_base: str = Field(description="the base model that was tuned")
+    target_base: str = Field(description="the base model to move to")
+    source_tuned: str | None = Field(None, description="the tuned source: only its maps are counted")
 
 
 class FitSettings(CalibrationSettings, MapSettings, Writing):

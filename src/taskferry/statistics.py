@@ -12,11 +12,13 @@ in the last block of a class-token model all tokens but one have no gradient.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from taskferry.errors import TaskferryError
 from taskferry.procrustes import (
     DEFAULT_TOLERANCE,
     NOT_FINITE,
@@ -24,8 +26,13 @@ from taskferry.procrustes import (
     RankPolicy,
     Spectrum,
     procrustes,
+    procrustes_batch,
     procrustes_from_rows,
 )
+from taskferry.thinning import thin
+
+BATCH = 16  # maps in one batched decomposition
+TINY = 32  # the width up to which a CPU gains by it (measured; above, each LAPACK call fills the cores)
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class Quality:
     similarity: float
     residual: float
     largest: float
-    smallest: float
+    smallest: float | None  # None where the solver does not see it
 
 
 @dataclass
@@ -59,8 +66,8 @@ class CrossCovariance:
     C: Tensor | None = None
     _pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def add(self, X_A: Tensor, X_B: Tensor) -> None:
-        """Add token rows X_A [M, d_A] and X_B [M, d_B]."""
+    def add(self, X_A: Tensor, X_B: Tensor, keep: int | None = None) -> None:
+        """Add token rows X_A [M, d_A] and X_B [M, d_B]; where there are more than `keep`, that many stand for all."""
         if X_A.shape != (X_B.shape[0], self.d_A) or X_B.shape[1] != self.d_B:
             raise ValueError(
                 f"rows {tuple(X_A.shape)} and {tuple(X_B.shape)} do not fit a cross-covariance of "
@@ -68,11 +75,19 @@ class CrossCovariance:
             )
         dtype = torch.promote_types(torch.promote_types(X_A.dtype, X_B.dtype), torch.float32)
         X_A, X_B = X_A.to(dtype), X_B.to(X_A.device, dtype)  # half precision overflows and forgets in sums
-        self.energy_A += float(torch.linalg.vector_norm(X_A, dtype=torch.float64)) ** 2
-        self.energy_B += float(torch.linalg.vector_norm(X_B, dtype=torch.float64)) ** 2
-        alive = X_A.any(dim=1) & X_B.any(dim=1)
-        if not bool(alive.all()):
+        norms_A, norms_B = torch.linalg.vector_norm(X_A, dim=1), torch.linalg.vector_norm(X_B, dim=1)
+        alive = (norms_A != 0) & (norms_B != 0)
+        count = int(alive.sum())
+        if keep is not None and count > keep:
+            at = alive.nonzero().flatten()
+            chosen, weight = thin(norms_A[at] * norms_B[at], keep, seed=self.rows)
+            at, root = at[chosen], weight.sqrt()
+            X_A, X_B = X_A[at] * root[:, None], X_B[at] * root[:, None]
+            norms_A, norms_B = norms_A[at] * root, norms_B[at] * root
+        elif count < len(alive):
             X_A, X_B = X_A[alive], X_B[alive]
+        self.energy_A += float(norms_A.double().square().sum())
+        self.energy_B += float(norms_B.double().square().sum())
         self.rows += X_A.shape[0]
         if self.C is None and self._rows_are_smaller():
             # Views of the model's activations must not outlive the micro-batch.
@@ -100,16 +115,18 @@ class CrossCovariance:
         self._sum_pending()
         return torch.zeros(self.d_A, self.d_B) if self.C is None else self.C
 
-    def solve(self, *, rank: RankPolicy = "range", tolerance: float = DEFAULT_TOLERANCE) -> tuple[Map, Quality]:
+    def solve(
+        self, *, rank: RankPolicy = "range", tolerance: float = DEFAULT_TOLERANCE, factored: bool = False
+    ) -> tuple[Map, Quality]:
         """The Procrustes map of what has been added, and how good it is."""
         if self._pending and rank == "range":
             X_A = torch.cat([a for a, _ in self._pending])
             X_B = torch.cat([b for _, b in self._pending])
             if not bool(torch.isfinite(X_A).all() and torch.isfinite(X_B).all()):
                 raise ValueError(NOT_FINITE)
-            R, spectrum = procrustes_from_rows(X_A, X_B, tolerance=tolerance)
+            R, spectrum = procrustes_from_rows(X_A, X_B, tolerance=tolerance, factored=factored)
         else:
-            R, spectrum = procrustes(self.matrix(), rank=rank, tolerance=tolerance)
+            R, spectrum = procrustes(self.matrix(), rank=rank, tolerance=tolerance, factored=factored)
         return R, self._quality(spectrum)
 
     def state(self) -> dict[str, Tensor]:
@@ -153,3 +170,43 @@ class CrossCovariance:
             largest=spectrum.largest,
             smallest=spectrum.smallest,
         )
+
+
+def solve_all(
+    sums: dict[str, CrossCovariance],
+    *,
+    rank: RankPolicy = "range",
+    tolerance: float = DEFAULT_TOLERANCE,
+    factored: bool = False,
+) -> Iterator[tuple[str, Map, Quality]]:
+    """Every map, and each sum let go the moment its map is there: sums and maps never stand side by side.
+
+    Sums of one shape go through one batched decomposition where that pays: on a GPU, or when they are tiny.
+    """
+    while sums:
+        key, first = next(iter(sums.items()))
+        alike = [other for other, S in sums.items() if _batch_together(first, S)][:BATCH] if rank == "range" else []
+        if len(alike) < 2:
+            try:
+                R, quality = sums.pop(key).solve(rank=rank, tolerance=tolerance, factored=factored)
+            except ValueError as error:
+                raise TaskferryError(f"{key}: {error}") from error
+            yield key, R, quality
+            continue
+        batch = [sums.pop(other) for other in alike]
+        C = torch.stack([S.matrix() for S in batch])
+        wrong = [
+            other for other, finite in zip(alike, torch.isfinite(C).all(-1).all(-1).tolist(), strict=True) if not finite
+        ]
+        if wrong:
+            raise TaskferryError(f"{wrong[0]}: {NOT_FINITE}")
+        solved = procrustes_batch(C, rank=rank, tolerance=tolerance, factored=factored)
+        for other, S, (R, spectrum) in zip(alike, batch, solved, strict=True):
+            yield other, R, S._quality(spectrum)
+
+
+def _batch_together(first: CrossCovariance, other: CrossCovariance) -> bool:
+    a, b = first.C, other.C
+    if a is None or b is None or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    return a.device.type == "cuda" or min(a.shape) <= TINY

@@ -127,6 +127,12 @@ class TaskVector:
     def __len__(self) -> int:
         return len(self.deltas)
 
+    @property
+    def low_rank(self) -> bool:
+        """Whether every change of a matrix is low-rank."""
+        changes = [delta for delta in self.deltas.values() if len(delta.shape) > 1]
+        return bool(changes) and all(isinstance(delta, LowRank) for delta in changes)
+
     def norm(self) -> float:
         """‖τ‖ over all parameters."""
         total = 0.0

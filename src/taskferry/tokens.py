@@ -39,15 +39,38 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class TokenMatch:
-    """Rows of the source as rows of the target: weights @ x_A, restricted to the tokens kept."""
+class GridResize:
+    """Class tokens kept, the patches between them resized bilinearly. A token the source does not have becomes zero."""
 
-    weights: Tensor | None = None  # [L_B, L_A] or [n, L_B, L_A]; None is the identity
+    prefix_A: int
+    prefix_B: int
+    grid_A: tuple[int, int]
+    grid_B: tuple[int, int]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, L_A, d] to [n, L_B, d]. Channels last is how tokens lie in memory, so nothing is transposed."""
+        n, _, d = x.shape
+        patches = x[:, self.prefix_A :].reshape(n, *self.grid_A, d).permute(0, 3, 1, 2)
+        resized = F.interpolate(patches, size=self.grid_B, mode="bilinear", align_corners=False)
+        tokens = x.new_zeros(n, self.prefix_B + self.grid_B[0] * self.grid_B[1], d)
+        shared = min(self.prefix_A, self.prefix_B)
+        tokens[:, :shared] = x[:, :shared]
+        tokens[:, self.prefix_B :] = resized.permute(0, 2, 3, 1).reshape(n, -1, d)
+        return tokens
+
+
+@dataclass(frozen=True)
+class TokenMatch:
+    """Rows of the source as rows of the target, restricted to the tokens kept."""
+
+    weights: Tensor | GridResize | None = None  # [L_B, L_A] or [n, L_B, L_A] @ x_A; None is the identity
     keep: Tensor | None = None  # [L_B] or [n, L_B]; None keeps all
 
     def source(self, x: Tensor) -> Tensor:
         """[n, L_A, d_A] to [M, d_A]."""
-        if self.weights is not None:
+        if isinstance(self.weights, GridResize):
+            x = self.weights(x)
+        elif self.weights is not None:
             x = self.weights.to(x) @ x
         return self._select(x)
 
@@ -98,20 +121,12 @@ def _match_grids(A: Layout, B: Layout, length_A: int, length_B: int) -> TokenMat
             )
     if grid_A == grid_B and A.prefix == B.prefix:
         return TokenMatch()
-    # The resize is linear in the patches, so torch's own resize of the identity is its matrix.
-    patches = F.interpolate(
-        torch.eye(grid_A[0] * grid_A[1], dtype=torch.float64).reshape(-1, 1, *grid_A),
-        size=grid_B,
-        mode="bilinear",
-        align_corners=False,
-    ).reshape(-1, grid_B[0] * grid_B[1])
-    weights = torch.zeros(length_B, length_A, dtype=torch.float64)
-    weights[B.prefix :, A.prefix :] = patches.T
-    shared = min(A.prefix, B.prefix)
-    weights[:shared, :shared] = torch.eye(shared, dtype=torch.float64)
     # A class or register token that the source does not have pairs with nothing.
-    keep = None if shared == B.prefix else weights.any(dim=1)
-    return TokenMatch(weights, keep)
+    keep = None
+    if A.prefix < B.prefix:
+        keep = torch.ones(length_B, dtype=torch.bool)
+        keep[A.prefix : B.prefix] = False
+    return TokenMatch(GridResize(A.prefix, B.prefix, grid_A, grid_B), keep)
 
 
 def _valid(layout: Layout, n: int, length: int) -> Tensor:

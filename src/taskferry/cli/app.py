@@ -12,7 +12,7 @@ import sys
 import typer
 from rich.console import Console
 
-from taskferry.cli import apply, bench, diff, doctor, evaluate, fit, inspect, transfer
+from taskferry.cli import apply, bench, diff, doctor, evaluate, fit, inspect, plan, transfer
 from taskferry.cli.screen import plain
 from taskferry.errors import TaskferryError
 from taskferry.version import __version__
@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 transfer.register(app)
 fit.register(app)
+plan.register(app)
 apply.register(app)
 diff.register(app)
 evaluate.register(app)

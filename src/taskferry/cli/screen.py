@@ -53,7 +53,7 @@ class Screen(Reporter):
     def plan(self, plan: Plan, lines: Mapping[str, str]) -> None:
         """A table with what will be done and what it will take."""
         if self.as_json and self.show_plan:
-            print_json({"plan": {**dict(lines), **asdict(plan), "memory_bytes": plan.memory_bytes}})
+            print_json({"plan": {**dict(lines), **asdict(plan), "seconds": plan.seconds}})
         if self.silent:
             return
         table = Table(title="Plan", title_justify="left", show_header=False, box=None, pad_edge=False)
@@ -62,8 +62,13 @@ class Screen(Reporter):
         for name, value in lines.items():
             table.add_row(name, plain(value))
         table.add_row("will move", f"{plan.pairs} linear maps of {plan.sites} in the target")
-        table.add_row("memory", f"about {_bytes(plan.memory_bytes)} and the activations of one micro-batch")
-        table.add_row("time", f"about {_seconds(plan.seconds)} here ({plan.tokens:,} tokens)")
+        table.add_row("memory", f"about {_bytes(plan.memory_bytes)} at the peak")
+        parts = ", ".join(
+            f"{name} {_seconds(t)}" for name, t in plan.stages.items() if t >= max(0.5, 0.05 * plan.seconds)
+        )
+        table.add_row(
+            "time", f"about {_seconds(plan.seconds)} here ({plan.tokens:,} tokens{': ' if parts else ''}{parts})"
+        )
         self.console.print(table)
 
     def step(self, what: str, done: int, total: int) -> None:

@@ -22,6 +22,7 @@ def bico(
     outputs: Annotated[Literal["gradients", "activations", "identity"], "what the output side aligns"] = "gradients",
     map_rank: MapRank = "range",
     tolerance: Tolerance = DEFAULT_TOLERANCE,
+    tokens_per_width: Annotated[float | None, "tokens kept for each map, as a multiple of its width"] = None,
 ) -> TaskVector:
     """Activations align the input side, gradients the output side: τ_B = R_outᵀ τ_A R_in.
 
@@ -41,6 +42,8 @@ def bico(
         only=job.tau.deltas.keys(),
         map_rank=map_rank,
         tolerance=tolerance,
+        tokens_per_width=tokens_per_width,
+        factored=job.tau.low_rank,
         progress=job.progress,
     )
     for side, chosen in (("inputs", inputs), ("outputs", outputs)):

@@ -1,0 +1,152 @@
+"""How many tokens, how many singular directions and which precision a map needs, measured by what it moves.
+
+    python benchmarks/tokens.py [--quick] [--json benchmarks/results/tokens.json]
+
+On the zoo (two pairs, four tasks, two draws, N = 100, scale 1): the share of the oracle's gain that BiCo recovers when
+each map sees at most so many tokens, as a multiple of its width; when singular values below a tolerance are dropped;
+and with the statistics rounded to bfloat16 or kept in float64. The distance column says how far the moved task vector
+is from the one of all tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import common
+import torch
+import zoo_data
+from torch import Tensor
+
+from taskferry import Alignment, Calibration, TaskVector, capture, fit
+from taskferry.bench.recipe import Cell, load_recipe
+from taskferry.bench.running import Bench, Places, Reporter
+from taskferry.evaluation import evaluate
+from taskferry.preparing import Prepared
+from taskferry.scale import moved_by
+from taskferry.statistics import CrossCovariance
+from taskferry.taskvector import as_dense
+
+PAIRS = (("narrow", "wide"), ("twin", "deep"))
+TASKS = ("mnist", "letters", "fashion", "cifar10")
+WIDTHS = (8.0, 4.0, 2.0, 1.0, 0.5, 0.25)
+TOLERANCES = (1e-5, 1e-4, 1e-3, 1e-2)
+Fit = Callable[[Any, Any, Prepared], Alignment]
+
+
+class Rounded(CrossCovariance):
+    """Rows rounded to bfloat16 before they are multiplied; sums in float32."""
+
+    def add(self, X_A: Tensor, X_B: Tensor, keep: int | None = None) -> None:
+        super().add(X_A.bfloat16().float(), X_B.bfloat16().float(), keep)
+
+
+def _rounded(A: Any, B: Any, prepared: Prepared) -> Alignment:
+    with patch.object(capture, "CrossCovariance", Rounded):
+        return fit(A, B, prepared.calibration, prepared.objectives)
+
+
+def _double(A: Any, B: Any, prepared: Prepared) -> Alignment:
+    """Everything in float64: models, inputs, sums."""
+    pairs = [
+        tuple(
+            replace(b, inputs={k: v.double() if v.is_floating_point() else v for k, v in b.inputs.items()}) for b in p
+        )
+        for p in prepared.calibration
+    ]
+    objectives = tuple(copy.deepcopy(o) for o in prepared.objectives)
+    for objective in objectives:
+        for name, value in vars(objective).items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                object.__setattr__(objective, name, value.double())
+    A, B = copy.deepcopy(A).double(), copy.deepcopy(B).double()
+    return fit(A, B, Calibration(pairs), objectives)  # type: ignore[arg-type]
+
+
+def variants() -> dict[str, Fit]:
+    def with_(**settings: Any) -> Fit:
+        return lambda A, B, prepared: fit(A, B, prepared.calibration, prepared.objectives, **settings)
+
+    found: dict[str, Fit] = {"all tokens, float32": with_()}
+    found |= {f"{w:g} tokens per width": with_(tokens_per_width=w) for w in WIDTHS}
+    found |= {f"tolerance {t:g}": with_(tolerance=t) for t in TOLERANCES}
+    return found | {"bfloat16 rows": _rounded, "float64": _double}
+
+
+def distance(a: TaskVector, b: TaskVector) -> float:
+    """‖a − b‖ / ‖a‖."""
+    parts = [(as_dense(a.deltas[n]).double(), as_dense(b.deltas[n]).double()) for n in a.deltas]
+    return math.sqrt(
+        sum(float((x - y).square().sum()) for x, y in parts) / sum(float(x.square().sum()) for x, _ in parts)
+    )
+
+
+def study(bench: Bench, pair: tuple[str, str], task: str, seeds: range) -> dict[str, Any]:
+    A, B = (bench.model(name) for name in pair)
+    tau, oracle = bench.tuned(pair[0], task), bench.tuned(pair[1], task)
+    test = bench.task(task).test_batches(pair[1], B)
+    found: dict[str, dict[str, list[float]]] = {}
+    for seed in seeds:
+        prepared = bench.prepare(Cell(*pair, task, "random", 100, False, seed, ()))
+
+        def score(moved: TaskVector) -> float:
+            with moved_by(B.model, moved) as set_scale:
+                set_scale(1.0)
+                return evaluate(B.model, test, prepared.objectives[1]).value  # noqa: B023
+
+        target, best = score(TaskVector({})), score(oracle)
+        reference = None
+        for name, make in variants().items():
+            alignment = make(A.model, B.model, prepared)
+            moved = alignment.apply(tau)
+            reference = reference or moved
+            row = found.setdefault(name, {"share": [], "distance": [], "rows": []})
+            row["share"].append(round((score(moved) - target) / (best - target), 4))
+            row["distance"].append(round(distance(reference, moved), 5))
+            row["rows"].append(max(q.rows for q in alignment.quality_in.values()))
+    return found
+
+
+def main() -> None:
+    options = common.arguments(__doc__ or "")
+    started = time.time()
+    recipe = load_recipe("zoo/tableE")
+    if options.quick:
+        short = recipe.finetune.model_copy(update={"steps": 20, "every": 20, "warmup": 2})
+        recipe = recipe.model_copy(update={"finetune": short, "test_samples": 100})
+    work = zoo_data.DATA / ("work-quick" if options.quick else "work")
+    bench = Bench(recipe, Places(Path(__file__).parent / "zoo", zoo_data.DATA / "tasks", work), Reporter())
+    results: dict[str, Any] = {}
+    for pair in PAIRS[:1] if options.quick else PAIRS:
+        for task in TASKS[:1] if options.quick else TASKS:
+            torch.manual_seed(0)
+            results[f"{pair[0]} → {pair[1]}: {task}"] = found = study(
+                bench, pair, task, range(1 if options.quick else 2)
+            )
+            print(pair, task, {n: round(statistics.mean(r["share"]), 3) for n, r in found.items()}, flush=True)
+    rows = []
+    for name in variants():
+        shares = [statistics.mean(cell[name]["share"]) for cell in results.values()]
+        change = [
+            a - b
+            for cell in results.values()
+            for a, b in zip(cell[name]["share"], cell["all tokens, float32"]["share"], strict=True)
+        ]
+        spread = statistics.stdev(change) / math.sqrt(len(change)) if len(change) > 1 else 0.0
+        far = statistics.mean(d for cell in results.values() for d in cell[name]["distance"])
+        most = max(r for cell in results.values() for r in cell[name]["rows"])
+        points = f"{100 * statistics.mean(change):+.1f} ± {100 * spread:.1f}"
+        rows.append([name, f"{statistics.mean(shares):.1%}", points, f"{far:.3g}", str(most)])
+    header = ["maps from", "share of the oracle's gain", "against all tokens, points", "distance of τ", "rows of a map"]
+    common.finish({"cells": results}, common.table(header, rows), options.json, [], started)
+
+
+if __name__ == "__main__":
+    main()

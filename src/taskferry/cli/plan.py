@@ -1,0 +1,22 @@
+"""taskferry plan: what a transfer will cost here, before it is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from taskferry.cli.options import Json, YamlFile, with_settings
+from taskferry.cli.screen import Screen
+from taskferry.pipeline import plan_transfer
+from taskferry.settings import PlanSettings, load_settings
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("plan")(with_settings(PlanSettings)(run))
+
+
+def run(given: dict[str, Any], config: YamlFile = None, as_json: Json = False) -> None:
+    """Time and memory of a transfer on this machine, from the sizes and a few seconds of trial."""
+    plan_transfer(load_settings(PlanSettings, config, given), Screen(as_json=as_json, show_plan=True))
