@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import resource
 import subprocess
 import sys
 import time
@@ -103,7 +102,7 @@ def one_memory(make: Callable[[], speed.Pair]) -> None:
     started = time.perf_counter()
     fit(pair.A, pair.B, pair.calibration, pair.objective)
     seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = speed.peak_so_far()
     print(plan.memory_bytes, peak, plan.seconds - plan.stages["apply"], seconds)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from taskferry.bench.running import ORACLE, TARGET
 from taskferry.bench.tables import from_json, lines, markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+TABLES = (PAGE.parent / "performance.md", PAGE.parent / "scale.md")
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- made by benchmarks/results.py -->", "<!-- end -->"
 ROWS = ("naive", "theseus", "bico", "bico, automatic scale", "few-shot", "few-shot, from bico")
@@ -215,11 +217,41 @@ def page() -> str:
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
+def stages(results: dict[str, Any]) -> str:
+    """Seconds of the first pair: the bare engine beside ours."""
+    wall = next(iter(results.values()))["wall"]
+    svd = next(iter(results.values()))["svd_seconds"]
+    bare = wall["bare passes"] + wall["bare products"]
+    rows = [
+        ["capture", f"{wall['bare passes']:.0f} + {wall['bare products']:.0f} = {bare:.0f}", f"{wall['capture']:.0f}"],
+        ["solve", f"{svd:.0f} (float64 SVD)", f"{wall['solve']:.0f}"],
+        ["apply", f"{wall['bare apply']:.1f}", f"{wall['apply']:.1f}"],
+        ["end to end", "", f"{wall['end to end']:.0f}"],
+    ]
+    return common.table(["stage", "bare engine", "taskferry"], rows)
+
+
+def with_tables(page: Path) -> str:
+    """A page with the tables of its marks put in."""
+    text = page.read_text()
+    found = {}
+    for name in re.findall(r"<!-- end (\w+) -->", text):
+        path = common.RESULTS / f"{name}.md"
+        if path.exists():
+            found[name] = path.read_text().strip()
+    if "<!-- stages -->" in text and (results := read("speed")):
+        found["stages"] = stages(results)
+    for name, table in found.items():
+        before, rest = text.split(f"<!-- {name} -->")
+        text = f"{before}<!-- {name} -->\n{table}\n<!-- end {name} -->{rest.split(f'<!-- end {name} -->')[1]}"
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail where the page is old")
     options = parser.parse_args()
-    made = {PAGE: page()}
+    made = {PAGE: page(), **{path: with_tables(path) for path in TABLES}}
     if results := read("zoo"):
         before, rest = README.read_text().split(BEGIN)
         after = rest.split(END)[1]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from taskferry import Alignment, Batch, Calibration, LowRank, TaskferryError, TaskVector, fit
-from taskferry.fitting import NO_SIGNAL, UNREACHED
+from taskferry.solving import NO_SIGNAL, UNREACHED
 from tests.tiny import TINY, tuned
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,7 @@ def desk(tmp_path: Path) -> Path:
     folders.causal(tmp_path / "base-b", "Qwen3ForCausalLM", 24, 3, 2)
     folders.shifted(tmp_path / "base-a", tmp_path / "tuned-a", size=0.02)
     folders.lora(tmp_path / "base-a", tmp_path / "my-lora", ["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    shutil.copytree(tmp_path / "my-lora", tmp_path / "adapters" / "one")
     folders.prompts(tmp_path / "data.jsonl")
     return tmp_path
 
@@ -42,10 +46,17 @@ def desk(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_the_commands_run(page: Path, desk: Path) -> None:
     for settings in blocks(page, "yaml"):
-        (desk / "move.yaml").write_text(settings)
+        for name in ("move.yaml", "plan.yaml"):
+            (desk / name).write_text(settings)
     for command in commands(page):
         if command[0] == "pip":
             continue  # the gate has installed the package
+        if command[0] == "torchrun":
+            whole = [sys.executable, "-m", "torch.distributed.run", *command[1:]]
+            subprocess.run(whole, cwd=desk, check=True, timeout=300, capture_output=True)
+            continue
+        if command[1] == "fleet":
+            pytest.importorskip("ray")
         assert command[0] == "taskferry", command
         options = [] if "--scale" in command or command[1] != "transfer" else ["--scale", "1"]
         # Random small models gain nothing, which `--scale auto` would rightly refuse.

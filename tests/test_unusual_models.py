@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from taskferry import Alignment, Batch, Calibration, LowRank, TaskferryError, TaskVector, fit
 from taskferry.finding import find_sites
-from taskferry.fitting import UNREACHED
 from taskferry.pairing import nearest_block, pair_sites
 from taskferry.recorder import Recorder
+from taskferry.solving import UNREACHED
 from tests.test_families import double
 from tests.tiny import TINY, hf, relative, tuned
 

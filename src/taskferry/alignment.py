@@ -127,8 +127,8 @@ class Alignment:
         same = {key: Map(R=torch.eye(R.shape[0], dtype=R.dtype)) for key, R in maps.items()}
         return replace(self, R_in=same) if inputs else replace(self, R_out=same)
 
-    def save(self, path: str | Path) -> None:
-        """One safetensors file; the header holds sites, quality and provenance."""
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(all maps by name, sites with quality and provenance): what a file or another process needs."""
         tensors: dict[str, Tensor] = {}
         for side, maps in (("in", self.R_in), ("out", self.R_out)):
             for key, R in maps.items():
@@ -146,17 +146,16 @@ class Alignment:
             "reasons": dict(self.reasons),
             "provenance": dict(self.provenance),
         }
-        write_safetensors(path, tensors, header)
+        return tensors, header
 
     @classmethod
-    def load(cls, path: str | Path) -> Alignment:
-        """The inverse of `save`; what is applied is the same bit for bit."""
-        with open_safetensors(path, FORMAT) as (file, header):
-            maps: dict[str, dict[str, dict[str, Tensor]]] = {"in": {}, "out": {}}
-            for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
-                side, kind, key = name.split("/", 2)
-                maps[side].setdefault(key, {})[kind] = file.get_tensor(name)
+    def from_tensors(cls, tensors: Mapping[str, Tensor], header: Mapping[str, Any], where: str) -> Alignment:
+        """The inverse of `tensors`."""
+        maps: dict[str, dict[str, dict[str, Tensor]]] = {"in": {}, "out": {}}
         try:
+            for name, tensor in tensors.items():
+                side, kind, key = name.split("/", 2)
+                maps[side].setdefault(key, {})[kind] = tensor
             return cls(
                 pairs=tuple(
                     AlignedPair(_site(pair["source"]), _site(pair["target"]), pair["reads"]) for pair in header["pairs"]
@@ -171,7 +170,18 @@ class Alignment:
                 provenance=header["provenance"],
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise TaskferryError(f"{path}: a damaged alignment: {error!r}") from error
+            raise TaskferryError(f"{where}: a damaged alignment: {error!r}") from error
+
+    def save(self, path: str | Path) -> None:
+        """One safetensors file; the header holds sites, quality and provenance."""
+        write_safetensors(path, *self.tensors())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Alignment:
+        """The inverse of `save`; what is applied is the same bit for bit."""
+        with open_safetensors(path, FORMAT) as (file, header):
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+        return cls.from_tensors(tensors, header, str(path))
 
 
 class _Assembly:

@@ -67,13 +67,18 @@ class Statistics:
     inputs: dict[str, CrossCovariance] = field(default_factory=dict)  # by the first target site that reads it
     outputs: dict[str, CrossCovariance] = field(default_factory=dict)  # by target site
     reads: dict[str, list[str]] = field(default_factory=dict)  # target site -> keys of `inputs`, one a use
+    exact: bool = False
+
+    def sums(self, d_A: int, d_B: int) -> CrossCovariance:
+        """An empty sum of this kind."""
+        return CrossCovariance(d_A, d_B, exact=self.exact)
 
     def input_of(self, name: str) -> tuple[str, CrossCovariance]:
         """The key and the sums of what a target site reads, over all its uses."""
         keys = self.reads[name]
         if len(keys) == 1:
             return keys[0], self.inputs[keys[0]]
-        total = CrossCovariance(self.inputs[keys[0]].d_A, self.inputs[keys[0]].d_B)
+        total = self.sums(self.inputs[keys[0]].d_A, self.inputs[keys[0]].d_B)
         for key in keys:
             total.merge(self.inputs[key])
         return f"{name}@all", total
@@ -82,7 +87,7 @@ class Statistics:
         """Add the sums of another part of the calibration set."""
         for mine, theirs in ((self.inputs, other.inputs), (self.outputs, other.outputs)):
             for key, sums in theirs.items():
-                mine.setdefault(key, CrossCovariance(sums.d_A, sums.d_B)).merge(sums)
+                mine.setdefault(key, self.sums(sums.d_A, sums.d_B)).merge(sums)
         self.reads.update(other.reads)
 
 
@@ -94,15 +99,17 @@ def collect(
     on_batch: Callable[[], None] | None = None,
     signals: Signals = BICO,
     tokens_per_width: float | None = None,
+    exact: bool = False,
 ) -> Statistics:
     """Cross-covariances of all pairs over the calibration set.
 
     `tokens_per_width`: where a map has more tokens than this many times its width, that many stand for all.
+    `exact`: micro-batches are added in float64, so that their order does not show.
 
     Memory: the sums, one graph at a time, and the source's activations and gradients of one micro-batch.
     """
     by_target = {pair.target.name: pair for pair in pairs}
-    statistics = Statistics()
+    statistics = Statistics(exact=exact)
     share = None if tokens_per_width is None else tokens_per_width / len(calibration)
     copy = False
     with torch.inference_mode(False), frozen(source.model), frozen(target.model), torch.enable_grad():
@@ -134,7 +141,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's inputs belong."""
-    parameter = next(model.parameters(), None)
+    parameter = next((p for p in model.parameters() if p.device.type != "meta"), None)
     return torch.device("cpu") if parameter is None else parameter.device
 
 
@@ -251,7 +258,7 @@ class _MicroBatch:
         pair = self.by_target[call.site.name]
         try:
             tokens = self._match(pair, rows_A.shape[1], rows_B.shape[1])
-            covariance = sums.setdefault(key, CrossCovariance(rows_A.shape[-1], rows_B.shape[-1]))
+            covariance = sums.setdefault(key, self.statistics.sums(rows_A.shape[-1], rows_B.shape[-1]))
             keep = None if self.share is None else math.ceil(self.share * max(rows_A.shape[-1], rows_B.shape[-1]))
             covariance.add(tokens.source(rows_A), tokens.target(rows_B), keep)
         except ValueError as error:

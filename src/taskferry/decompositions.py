@@ -19,7 +19,6 @@ from torch import Tensor
 
 Solver = Literal["auto", "svd", "eigh", "products"]
 STRIP = 768  # rows of a Gram matrix made at once: below the diagonal nothing is computed twice
-STRONG = 1e-2  # of σ_1: above it float32 products lose less than 1e-5 of a direction
 
 
 def choose_solver(C: Tensor, full: bool) -> Solver:
@@ -42,14 +41,9 @@ def by_eigh(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if C.shape[-2] > C.shape[-1]:
         V, sigma, U = by_eigh(C.mT)
         return U, sigma, V
-    exact = C.double()
-    values, U = torch.linalg.eigh(gram(exact))
-    U, values = U.flip(-1), values.flip(-1)  # eigh is ascending, singular values descend
-    # Columns v_i σ_i of Cᵀ U: their lengths are σ_i, more exact than the roots of the eigenvalues.
-    strong = _strong(values) if C.dtype == torch.float32 else 0
-    V = exact.mT @ U[..., strong:]
-    if strong:
-        V = torch.cat([(C.mT @ U[..., :strong].to(C.dtype)).double(), V], dim=-1)
+    C = C.double()
+    U = torch.linalg.eigh(gram(C))[1].flip(-1)  # eigh is ascending, singular values descend
+    V = C.mT @ U  # columns v_i σ_i: their lengths are σ_i, more exact than the roots of the eigenvalues
     sigma = torch.linalg.vector_norm(V, dim=-2)
     return U, sigma, V.div_(sigma.clamp_min(torch.finfo(sigma.dtype).tiny).unsqueeze(-2))
 
@@ -72,9 +66,3 @@ def gram(C: Tensor) -> Tensor:
         stop = min(start + STRIP, n)
         G[..., start:, start:stop] = C[..., start:, :] @ C[..., start:stop, :].mT
     return G
-
-
-def _strong(values: Tensor) -> int:
-    """How many leading directions, in every matrix of the batch, lie above `STRONG` of the largest."""
-    above = values > STRONG**2 * values[..., :1]
-    return int(above.sum(-1).min())

@@ -7,11 +7,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +26,14 @@ from taskferry.objectives import ForwardOnly, Objective, as_objective, default_o
 from taskferry.pairing import DepthRule, Pair, nearest_block, pair_sites
 from taskferry.procrustes import DEFAULT_TOLERANCE, Map, RankPolicy
 from taskferry.sites import Site
-from taskferry.statistics import CrossCovariance, Quality, solve_all
+from taskferry.solving import MapOptions, Solved, solve_group
 from taskferry.version import __version__
+
+if TYPE_CHECKING:
+    from taskferry.engines.distributed import Ranks
 
 AnyObjective = Objective | Callable[[nn.Module, Batch], Tensor]
 Progress = Callable[[str, int, int], None]  # (what, done, total)
-
-UNREACHED = "the calibration pass does not reach it in both models"
-NO_SIGNAL = "no signal reached it on the calibration set: its activations or gradients are zero"
 
 
 def fit(
@@ -52,6 +51,8 @@ def fit(
     factored: bool = False,
     statistics_memory: int = 4 * 2**30,
     progress: Progress | None = None,
+    ranks: Ranks | None = None,
+    keep: Path | None = None,
 ) -> Alignment:
     """All maps from one frozen forward and backward pass of both models on the calibration set.
 
@@ -62,6 +63,8 @@ def fit(
     `tokens_per_width` lets so many tokens, as a multiple of a map's width, stand for all where there are more.
     `factored` leaves maps as two factors: for low-rank task vectors, which pass through them for less than forming R.
     `signals` says what is aligned on each side; anything but the default is another method.
+    `ranks` splits the work over processes; the first one gets the maps, the others an alignment without any.
+    `keep` is a folder for finished groups of sites: a fit that was killed goes on after the last of them.
     `progress` is called with what is done, the steps done and the steps in all.
     """
     if signals.backward or callable(objective):  # a function of the user's own knows how to run the models
@@ -81,33 +84,41 @@ def fit(
     if only is not None:
         pairs, left_out = changed_pairs(pairs, only)
         reasons |= dict.fromkeys(left_out, NO_CHANGE)
-    maps = _Maps({"rank": map_rank, "tolerance": tolerance, "factored": factored})
-    aligned: list[AlignedPair] = []
+    options = MapOptions(map_rank, tolerance, factored, tokens_per_width)
+    solved = Solved()
     number = max((p.element_size() for model in (source, target) for p in model.parameters()), default=4)
     groups = list(_groups(pairs, statistics_memory, max(4, number)))
     capturing = _Steps(progress, "capture", len(groups) * len(calibration))
     solving = _Steps(progress, "solve", 2 * len(pairs))
-    for group in groups:
-        statistics = collect(side_A, side_B, group, calibration, capturing.step, signals, tokens_per_width)
-        reached = [p for p in group if p.target.name in statistics.reads and p.target.name in statistics.outputs]
-        found = maps.solve(statistics, reached, solving)
-        solving.step(2 * (len(group) - len(reached)))
-        done, seen = ({p.target.name for p in some} for some in (found, reached))
-        reasons |= {
-            p.target.name: NO_SIGNAL if p.target.name in seen else UNREACHED for p in group if p.target.name not in done
-        }
-        aligned += found
-    used_in = dict.fromkeys(pair.reads for pair in aligned)
-    used_out = dict.fromkeys(pair.target.name for pair in aligned)
-    return Alignment(
-        pairs=tuple(aligned),
-        R_in={key: maps.inputs[key][0] for key in used_in},
-        R_out={key: maps.outputs[key][0] for key in used_out},
-        quality_in={key: maps.inputs[key][1] for key in used_in},
-        quality_out={key: maps.outputs[key][1] for key in used_out},
+    share: Calibration | None = calibration if ranks is None else ranks.share(calibration)
+    rests_on = ""
+    if keep is not None:
+        models = (hash_parameters(source), hash_parameters(target), calibration.identity())
+        rests_on = repr((*models, objective_A.describe(), objective_B.describe(), options, signals, sorted(only or ())))
+    for number, group in enumerate(groups):
+        file = None if keep is None else keep / f"group-{number + 1}-of-{len(groups)}.alignment"
+        if file is not None:
+            known = Solved.load(file, rests_on) if ranks is None or ranks.rank == 0 else None
+            if known is not None if ranks is None else ranks.told(known is not None):
+                solved.add(known or Solved())
+                continue
+        # A group's sums live in this call only: two groups never exist at once.
+        statistics = Statistics(exact=True)
+        if share is not None:
+            statistics = collect(
+                side_A, side_B, group, share, capturing.step, signals, tokens_per_width, exact=ranks is not None
+            )
+        if ranks is None:
+            found = solve_group(statistics, group, options, solving.step)
+        else:
+            found = ranks.solve(statistics, group, options)
+        if file is not None and (ranks is None or ranks.rank == 0):
+            found.save(file, rests_on)
+        solved.add(found)
+    return solved.alignment(
         source_parameters={name: tuple(p.shape) for name, p in source.named_parameters()},
         target_parameters={name: tuple(p.shape) for name, p in target.named_parameters()},
-        reasons=_parameter_reasons(target, target_sites, reasons),
+        reasons=parameter_reasons(target, target_sites, reasons | solved.reasons),
         provenance={
             "method": "bico" if signals == BICO else f"{signals.inputs} in, {signals.outputs} out",
             "settings": {
@@ -160,7 +171,7 @@ def identity_alignment(source: nn.Module, target: nn.Module, depth_rule: DepthRu
         quality_out={},
         source_parameters={name: tuple(p.shape) for name, p in source.named_parameters()},
         target_parameters={name: tuple(p.shape) for name, p in target.named_parameters()},
-        reasons=_parameter_reasons(target, target_sites, reasons),
+        reasons=parameter_reasons(target, target_sites, reasons),
         provenance={"method": "naive"},
     )
 
@@ -205,35 +216,7 @@ def _sites(pair: Pair) -> tuple[Site, Site]:
     return pair.source, pair.target
 
 
-@dataclass
-class _Maps:
-    """Maps solved so far; shared ones once."""
-
-    options: dict[str, Any]  # of solve_all
-    inputs: dict[str, tuple[Map, Quality]] = field(default_factory=dict)
-    outputs: dict[str, tuple[Map, Quality]] = field(default_factory=dict)
-
-    def solve(self, statistics: Statistics, pairs: list[Pair], solving: _Steps) -> list[AlignedPair]:
-        """The maps of these pairs; consumes the statistics. Pairs that have a direction on both sides come back."""
-        reads = {}
-        inputs: dict[str, CrossCovariance] = {}
-        for pair in pairs:
-            reads[pair.target.name], inputs[reads[pair.target.name]] = statistics.input_of(pair.target.name)
-        statistics.inputs.clear()
-        outputs = {pair.target.name: statistics.outputs.pop(pair.target.name) for pair in pairs}
-        readers = Counter(reads.values())
-        for sums, into in ((inputs, self.inputs), (outputs, self.outputs)):
-            for key, R, quality in solve_all(sums, **self.options):
-                into[key] = (R, quality)
-                solving.step(readers[key] if into is self.inputs else 1)
-        return [
-            AlignedPair(pair.source, pair.target, key)
-            for pair, key in zip(pairs, reads.values(), strict=True)
-            if self.inputs[key][1].rank and self.outputs[pair.target.name][1].rank
-        ]
-
-
-def _parameter_reasons(model: nn.Module, sites: list[Site], reasons: dict[str, str]) -> dict[str, str]:
+def parameter_reasons(model: nn.Module, sites: list[Site], reasons: dict[str, str]) -> dict[str, str]:
     """Parameter, or parameter#part of a packed one -> why it is not moved."""
     by_parameter = reasons_to_keep(model)
     for site in sites:

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from taskferry.alignment import Alignment
-from taskferry.card import hash_files, site_table, write_card, write_record
+from taskferry.card import hash_files, site_table
 from taskferry.checkpoints import (
     Loaded,
     Skeleton,
@@ -23,11 +23,13 @@ from taskferry.checkpoints import (
 )
 from taskferry.checkpoints.loaded import to_device
 from taskferry.checkpoints.output import check_free, staged_folder
-from taskferry.coverage import Coverage
+from taskferry.engines.distributed import Ranks, process_group, started_by_torchrun
 from taskferry.errors import TaskferryError
 from taskferry.fitting import fit, hash_parameters
 from taskferry.forms import FORMS, check_output, in_form, is_low_rank, output_kind, write_form
+from taskferry.large import transfer_blockwise
 from taskferry.methods import Job, find
+from taskferry.outcome import Outcome, Reporter, finish, summary, verdict, with_coverage
 from taskferry.plan import Plan, make_plan
 from taskferry.preparing import Prepared, prepare
 from taskferry.scale import ScaleCurve, calibration_loss, moved_by, scale_on_calibration
@@ -37,34 +39,13 @@ from taskferry.taskvector import TaskVector
 LOOKS = 8  # forward passes of the target that choosing a scale takes, usually
 
 
-class Reporter:
-    """Told what happens; the silent one does nothing."""
-
-    def plan(self, plan: Plan, lines: Mapping[str, str]) -> None:
-        """Before the work."""
-
-    def step(self, what: str, done: int, total: int) -> None:
-        """During it."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a job did: `verdict` for people, `record` for machines. `written` is None where nothing was."""
-
-    record: dict[str, Any]
-    written: Path | None
-
-    @property
-    def sentence(self) -> str:
-        """The verdict in one sentence."""
-        return str(self.record["verdict"]["sentence"])
-
-
 def transfer(
     settings: TransferSettings, *, command: str, reporter: Reporter | None = None, dry_run: bool = False
 ) -> Outcome | None:
     """Fit, apply, choose the scale, write, load again and check. None for a dry run."""
     reporter = reporter or Reporter()
+    if settings.engine == "blockwise":
+        return transfer_blockwise(settings, command=command, reporter=reporter, dry_run=dry_run)
     check_free(settings.out)
     own = find(settings.method).checked(_method_settings(settings))
     source, target = _load_pair(settings.source_base, settings.target_base, settings.device)
@@ -79,7 +60,7 @@ def transfer(
         return None
     moved, provenance, sites = _move(settings, own, source, target, tuned, prepared, reporter)
     if not len(moved):
-        raise TaskferryError(f"nothing of {settings.source_tuned} moved: {_summary(moved)}")
+        raise TaskferryError(f"nothing of {settings.source_tuned} moved: {summary(moved)}")
     if kind == "lora" and settings.rank is None and settings.energy is None and not is_low_rank(moved):
         raise TaskferryError(f"the method {settings.method} makes a dense change of a LoRA: write it with --as-model")
     # Cut first: the scale and the verdict are those of what is written.
@@ -97,20 +78,20 @@ def transfer(
         },
         "calibration": {"indices": prepared.indices, "labels": prepared.labels, **provenance.get("calibration", {})},
         "provenance": provenance,
-        "verdict": _verdict(curve, final),
+        "verdict": verdict(curve, final),
         "scale_curve": curve.points,
         "sites": sites,
         "ignored": dict(tuned.ignored),
         **extra,
     }
-    record = _with_coverage(record, final)
+    record = with_coverage(record, final)
     if not curve.helps:
         return Outcome(record, None)
     final = curve.best * final
     with staged_folder(settings.out) as folder:
         base = settings.target_base
         write_form(kind, final, folder, target=target, adapter=tuned.adapter, base=base)
-        _finish(folder, record, dump_settings(settings), adapter=kind == "lora")
+        finish(folder, record, dump_settings(settings), adapter=kind == "lora")
         reporter.step("check", 0, 1)
         check_output(folder, kind, final, target)
         reporter.step("check", 1, 1)
@@ -157,12 +138,28 @@ def fit_alignment(
     check_free(settings.out)
     source, target = _load_pair(settings.source_base, settings.target_base, settings.device)
     prepared = prepare(settings, source, target, settings.source_tuned)
+    if started_by_torchrun():
+        return _fit_with_others(settings, source, target, prepared, reporter)
     plan = _plan(settings, source, target, prepared)
     reporter.plan(plan, _sample_lines(prepared))
     if dry_run:
         return None
     alignment = _fit(settings, source, target, prepared, reporter)
     alignment.save(settings.out)
+    return alignment
+
+
+def _fit_with_others(
+    settings: FitSettings, source: Loaded, target: Loaded, prepared: Prepared, reporter: Reporter
+) -> Alignment | None:
+    """One rank's share of a fit; the first rank writes. Finished groups wait beside the output for a restart."""
+    keep = settings.out.with_name(f".{settings.out.name}.groups")
+    with process_group() as ranks:
+        alignment = _fit(settings, source, target, prepared, reporter, ranks=ranks, keep=keep)
+        if ranks.rank != 0:
+            return None
+        alignment.save(settings.out)
+        shutil.rmtree(keep, ignore_errors=True)
     return alignment
 
 
@@ -174,7 +171,7 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
     kind = output_kind(settings, tuned.adapter)
     moved = alignment.apply(tuned.tau)
     if not len(moved):
-        raise TaskferryError(f"nothing of {settings.source_tuned} moved: {_summary(moved)}")
+        raise TaskferryError(f"nothing of {settings.source_tuned} moved: {summary(moved)}")
     if kind == "model" and settings.target_base is None:
         raise TaskferryError("a full model needs its base: give --target-base, or --as-task-vector")
     final, extra = in_form(settings, kind, settings.scale * moved)
@@ -203,8 +200,8 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
         write_form(kind, final, folder, target=target, adapter=tuned.adapter, base=base)
         if isinstance(target, Loaded):
             check_output(folder, kind, final, target)
-        _finish(folder, _with_coverage(record, moved), dump_settings(settings), adapter=kind == "lora")
-    return Outcome(_with_coverage(record, moved), settings.out)
+        finish(folder, with_coverage(record, moved), dump_settings(settings), adapter=kind == "lora")
+    return Outcome(with_coverage(record, moved), settings.out)
 
 
 def difference(base: str, tuned: str, out: Path) -> TaskVector:
@@ -230,7 +227,9 @@ def _fit(
     target: Loaded,
     prepared: Prepared,
     reporter: Reporter,
-    only: Collection[str] | None = None,
+    tuned: TaskVector | None = None,
+    ranks: Ranks | None = None,
+    keep: Path | None = None,
 ) -> Alignment:
     return fit(
         source.model,
@@ -240,9 +239,12 @@ def _fit(
         map_rank=settings.map_rank,
         tolerance=settings.tolerance,
         tokens_per_width=settings.tokens_per_width,
-        only=only,
+        only=None if tuned is None else tuned.deltas.keys(),
+        factored=tuned is not None and tuned.low_rank,
         statistics_memory=int(settings.statistics_memory * 2**30),
-        progress=reporter.step,
+        progress=reporter.step if ranks is None or ranks.rank == 0 else None,
+        ranks=ranks,
+        keep=keep,
     )
 
 
@@ -271,7 +273,7 @@ def _move(
 ) -> tuple[TaskVector, Mapping[str, Any], list[dict[str, Any]]]:
     """The moved task vector, its provenance and the table of its sites; BiCo unless another method is asked for."""
     if settings.method == "bico" and not settings.method_settings:
-        alignment = _fit(settings, source, target, prepared, reporter, tuned.tau.deltas.keys())
+        alignment = _fit(settings, source, target, prepared, reporter, tuned.tau)
         return alignment.apply(tuned.tau), alignment.provenance, site_table(alignment)
     job = Job(source.model, target.model, tuned.tau, prepared.calibration, prepared.objectives, reporter.step)
     moved = find(settings.method).function(job, **own)
@@ -321,46 +323,6 @@ def _scale(
             points.append((scale, calibration_loss(target.model, loss, batches)))
             tell(*points[-1])
     return ScaleCurve(tuple(points), settings.scale)
-
-
-def _verdict(curve: ScaleCurve, moved: TaskVector) -> dict[str, Any]:
-    before, after = curve.loss(0.0), curve.loss(curve.best)
-    count = len(moved.coverage.moved()) if moved.coverage else len(moved)
-    total = len(moved.coverage.rows) if moved.coverage else len(moved)
-    if not curve.helps:
-        sentence = (
-            f"No scale up to {curve.points[-1][0]:g} lowers the calibration loss of the target ({before:.4g}): "
-            "the verdict is scale 0, nothing was written."
-        )
-    else:
-        change = "down" if after < before else "UP"
-        sentence = (
-            f"{count} of {total} parameters moved at scale {curve.best:.3g}; "
-            f"the calibration loss went {change} from {before:.4g} to {after:.4g}."
-        )
-    return {
-        "sentence": sentence,
-        "scale": curve.best,
-        "loss_before": before,
-        "loss_after": after,
-        "moved": count,
-        "of": total,
-    }
-
-
-def _finish(folder: Path, record: Mapping[str, Any], yaml: str, *, adapter: bool) -> None:
-    write_record(folder, record)
-    (folder / "taskferry.yaml").write_text(yaml, encoding="utf-8")
-    write_card(folder, record, adapter=adapter)
-
-
-def _with_coverage(record: dict[str, Any], moved: TaskVector) -> dict[str, Any]:
-    coverage = moved.coverage or Coverage(())
-    return {**record, "coverage": coverage.to_json(), "coverage_summary": coverage.summary()}
-
-
-def _summary(moved: TaskVector) -> str:
-    return moved.coverage.summary() if moved.coverage else ""
 
 
 def _plan_lines(settings: TransferSettings, tuned: Tuned, prepared: Prepared, kind: str) -> dict[str, str]:

@@ -76,14 +76,14 @@ def make_plan(
         pairs, _ = changed_pairs(pairs, only)
     machine = Machine.measure(device_of(target).type)
     trial = _trial(source, target, pairs, calibration)
-    resident = _resident()  # with all that libraries load when they are first used
+    now = resident()  # with all that libraries load when they are first used
     sums = [*trial.statistics.inputs.values(), *trial.statistics.outputs.values()]
     maps = [(round(S.rows * trial.whole), S.d_A, S.d_B) for S in sums]
     weights = sum(p.numel() * p.element_size() for model in (source, target) for p in model.parameters())
     held = sum(4 * min(rows * (a + b), a * b) for rows, a, b in maps)
     groups = max(1, -(-held // statistics_memory))
     products = sum(rows * a * b for rows, a, b in maps)
-    moving = sum(_apply_cost(p.source.shape, p.target.shape) for p in pairs)
+    moving = sum(apply_cost(p.source.shape, p.target.shape) for p in pairs)
     passes = trial.seconds * trial.whole
     return Plan(
         pairs=len(pairs),
@@ -91,7 +91,7 @@ def make_plan(
         tokens=max((rows for rows, _, _ in maps), default=0),
         statistics_bytes=held,
         weights_bytes=weights,
-        memory_bytes=resident + _working_memory(trial, maps, min(held, statistics_memory)),
+        memory_bytes=now + _working_memory(trial, maps, min(held, statistics_memory)),
         stages={
             "capture": groups * passes + products / machine.product,
             "solve": sum(machine.solve_seconds(*each) for each in maps),
@@ -104,12 +104,12 @@ def make_plan(
 
 def _trial(source: nn.Module, target: nn.Module, pairs: list[Pair], calibration: Calibration) -> _Trial:
     first_A, first_B = next(iter(calibration))
-    sizes = [_size(B) for _, B in calibration]
+    sizes = [size(B) for _, B in calibration]
     objective = ForwardOnly()
 
     def run(count: int) -> _Trial:
         some = (first_A.take(range(count)), first_B.take(range(count)))
-        share, whole = sizes[0] / _size(some[1]), sum(sizes) / _size(some[1])
+        share, whole = sizes[0] / size(some[1]), sum(sizes) / size(some[1])
         found = _Trial(Statistics(), 0.0, share, whole)
         sides = []
         for i, model in enumerate((source, target)):
@@ -174,19 +174,19 @@ def _working_memory(trial: _Trial, maps: list[tuple[int, int, int]], sums: int) 
     )
 
 
-def _apply_cost(source: tuple[int, int], target: tuple[int, int]) -> int:
+def apply_cost(source: tuple[int, int], target: tuple[int, int]) -> int:
     """Multiply-adds of R_outᵀ τ R_in in its cheaper order."""
     (a, b), (c, d) = source, target
     return min(a * b * d + a * c * d, a * b * c + b * c * d)
 
 
-def _size(batch: Batch) -> int:
+def size(batch: Batch) -> int:
     """What a pass costs in proportion to: tokens with their padding, or samples of one size."""
     ids = batch.inputs.get("input_ids")
     return len(batch) if ids is None else ids.numel()
 
 
-def _resident() -> int:
+def resident() -> int:
     """Bytes of memory this process holds now; at its peak so far where the system does not say."""
     statm = Path("/proc/self/statm")
     if statm.exists():

@@ -205,6 +205,7 @@ def _partial_isometry(
 ) -> tuple[Map, Spectrum]:
     largest = float(sigma.max()) if sigma.numel() else 0.0
     keep = torch.ones_like(sigma, dtype=torch.bool) if rank == "full" else sigma > tolerance * largest
+    U, V = U.to(dtype), V.to(dtype)  # rounded once, then multiplied: the result is rounded to that precision anyway
     if not bool(keep.all()):
         U, V, sigma = U[:, keep], V[:, keep], sigma[keep]
     r, d_A, d_B = sigma.numel(), U.shape[0], V.shape[0]
@@ -214,7 +215,6 @@ def _partial_isometry(
         smallest=float(sigma.min()) if r else 0.0,
         nuclear=float(sigma.sum()),
     )
-    U, V = U.to(dtype), V.to(dtype)  # rounded once, then multiplied: the result is rounded to that precision anyway
     if factored or r * (d_A + d_B) < d_A * d_B:
         return Map(U=U.contiguous(), V=V.contiguous()), spectrum
     return Map(R=U @ V.T), spectrum

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -114,6 +115,9 @@ class TransferSettings(CalibrationSettings, MapSettings, OutputSettings, Writing
     target_base: str = Field(description="the base model to move to")
     scale: Scale | Literal["auto"] = Field("auto", description="1 is the paper; auto takes the lowest calibration loss")
     method: str = Field("bico", description="how it is moved: `taskferry methods` lists them")
+    engine: Literal["whole", "blockwise"] = Field(
+        "whole", description="whole models in memory, or one block of each at a time (models larger than memory)"
+    )
     method_settings: dict[str, Any] = Field({}, description="settings of the method, such as inputs=gradients")
 
     @field_validator("method_settings", mode="before")
@@ -139,6 +143,33 @@ class CompareSettings(CalibrationSettings):
     methods: list[str] = Field([], description="which methods; all where none is named")
     seeds: int = Field(1, ge=1, description="calibration sets drawn, from the seed on")
     out: Path | None = Field(None, description="write the table as JSON and Markdown here")
+
+
+class Move(Settings):
+    """One new base of a fleet."""
+
+    name: str = Field(description="what its outputs are called")
+    alignment: Path = Field(description="what `taskferry fit` wrote for this pair of bases")
+    target_base: str = Field(description="the base that the moved adapters name")
+
+    @field_validator("name")
+    @classmethod
+    def _plain(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", value) or "--" in value:
+            raise ValueError("letters, digits, dots and single dashes alone")
+        return value
+
+
+class FleetSettings(Settings):
+    """taskferry fleet."""
+
+    adapters: str = Field(description="a folder of PEFT LoRA folders, or any fsspec address")
+    out: str = Field(description="where the moved adapters go: a folder or any fsspec address")
+    moves: list[Move] = Field(min_length=1, description="the new bases, each with its alignment")
+    scale: Scale = Field(1.0, description="multiplies every moved adapter")
+    batch: int = Field(16, ge=1, description="adapters in one task")
+    retries: int = Field(5, ge=0, description="how often a batch is tried again when a node is lost")
+    address: str | None = Field(None, description="a running Ray cluster; one on this machine otherwise")
 
 
 class EvaluateSettings(Settings):

@@ -64,6 +64,7 @@ class CrossCovariance:
     energy_A: float = 0.0
     energy_B: float = 0.0
     C: Tensor | None = None
+    exact: bool = False  # add the micro-batches' products in float64, so that their order does not show
     _pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, X_A: Tensor, X_B: Tensor, keep: int | None = None) -> None:
@@ -153,7 +154,10 @@ class CrossCovariance:
 
     def _sum_pending(self) -> None:
         for X_A, X_B in self._pending:
-            if self.C is None:
+            if self.exact:
+                product = (X_A.T @ X_B).double()
+                self.C = product if self.C is None else self.C.add_(product)
+            elif self.C is None:
                 self.C = X_A.T @ X_B
             else:
                 self.C.addmm_(X_A.T, X_B)  # one call per micro-batch, no temporary

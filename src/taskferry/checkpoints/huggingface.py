@@ -57,6 +57,18 @@ def load(
     return model, folder, set(info["missing_keys"]), extra
 
 
+def skeleton(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of the folder's class without memory for its parameters, and its configuration."""
+    transformers, accelerate = _import("transformers"), _import("accelerate")
+    quiet(transformers)
+    config = _read_json(folder / "config.json")
+    cls = getattr(transformers, str((config.get("architectures") or ["AutoModel"])[0]), transformers.AutoModel)
+    with accelerate.init_empty_weights(include_buffers=False):  # rotary tables are buffers, and computed
+        model = cls._from_config(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    model.tie_weights()
+    return model.float().eval().requires_grad_(False), config
+
+
 def write(target: Loaded, tau: TaskVector, scale: float, folder: Path) -> None:
     """Like the target's folder: its precision, shard size, configuration, tokenizer, processor."""
     if target.folder is None:

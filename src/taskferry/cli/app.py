@@ -1,7 +1,7 @@
 """The verbs together, exit codes, and one sentence for every mistake.
 
 Exit codes: 0 done; 1 a fault of ours; 2 something in the input to mend; 3 the transfer does not help, nothing written;
-130 interrupted, nothing half-written.
+4 some adapters of a fleet failed, the others moved; 130 interrupted, nothing half-written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import typer
 from rich.console import Console
 
-from taskferry.cli import apply, bench, diff, doctor, evaluate, fit, inspect, plan, transfer
+from taskferry.cli import apply, bench, diff, doctor, evaluate, fit, fleet, inspect, plan, transfer
 from taskferry.cli.screen import plain
 from taskferry.errors import TaskferryError
 from taskferry.version import __version__
@@ -29,6 +29,7 @@ app = typer.Typer(
 transfer.register(app)
 fit.register(app)
 plan.register(app)
+fleet.register(app)
 apply.register(app)
 diff.register(app)
 evaluate.register(app)

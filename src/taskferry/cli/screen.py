@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from taskferry.pipeline import Outcome, Reporter
+from taskferry.outcome import Outcome, Reporter
 from taskferry.plan import Plan
 
 
@@ -23,7 +23,14 @@ def plain(text: object) -> str:
     return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in str(text)))
 
 
-_STEPS = {"capture": "forward and backward", "solve": "maps", "scale": "scale", "check": "checking the output"}
+_STEPS = {
+    "capture": "forward and backward",
+    "solve": "maps",
+    "scale": "scale",
+    "check": "checking the output",
+    "walk": "forward",
+    "blocks": "blocks moved",
+}
 
 
 class Screen(Reporter):

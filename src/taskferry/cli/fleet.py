@@ -1,0 +1,58 @@
+"""taskferry fleet: thousands of adapters to new bases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from taskferry.cli.options import Json, Quiet
+from taskferry.cli.screen import plain, print_json
+from taskferry.engines.fleet import FleetReporter, run_fleet
+from taskferry.settings import FleetSettings, load_settings
+
+PlanFile = Annotated[Path, typer.Argument(help="a YAML file: adapters, out, and moves with their alignments")]
+FAILED = 4  # some adapters could not be moved; the others were
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("fleet")(run)
+
+
+class _Bar(FleetReporter):
+    def __init__(self, progress: Progress) -> None:
+        self.progress_bar = progress
+        self.task = progress.add_task("adapters", total=None)
+
+    def progress(self, counts: Mapping[str, int], total: int, rate: float) -> None:
+        text = f"{counts['done']} done, {counts['failed']} failed, {rate:.0f} a second"
+        self.progress_bar.update(self.task, description=text, completed=sum(counts.values()), total=total)
+
+
+def run(plan: PlanFile, quiet: Quiet = False, as_json: Json = False) -> None:
+    """Move every adapter of a folder to one or more new bases, in parallel; run it again to go on."""
+    settings = load_settings(FleetSettings, plan, {})
+    console = Console(highlight=False)
+    if quiet or as_json:
+        summary = run_fleet(settings)
+    else:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console) as progress:
+            summary = run_fleet(settings, _Bar(progress))
+    if as_json:
+        print_json(summary)
+    elif not quiet:
+        console.print(
+            f"[bold green]moved[/]  {summary['done']} of {summary['of']}, {summary['failed']} failed, "
+            f"{summary['pending']} pending; {summary['adapters_a_second']} a second"
+        )
+        for reason, count in list(summary["reasons"].items())[:5]:
+            console.print(f"[dim]  {count} failed: {plain(reason)}[/]")
+        console.print(f"[bold]next[/]   open {plain(settings.out)}/summary.html; mend what failed and run it again")
+    if summary["failed"]:
+        raise typer.Exit(FAILED)

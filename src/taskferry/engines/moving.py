@@ -1,0 +1,78 @@
+"""One adapter through one alignment, whatever it is: done, or failed with its reason. Nothing is raised."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from taskferry.alignment import Alignment
+from taskferry.checkpoints.adapters import CONFIG, WEIGHTS, Skeleton, read_adapter, write_adapter
+from taskferry.engines.store import Store
+from taskferry.errors import TaskferryError
+
+RECORD = "taskferry.json"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What became of one adapter."""
+
+    adapter: str
+    move: str
+    status: Literal["done", "failed"]
+    reason: str = ""
+    seconds: float = 0.0
+    again: bool = False  # whether the output was there already, made from the same input
+
+
+def move_one(
+    alignment: Alignment, move: str, base: str, name: str, inputs: Store, outputs: Store, scale: float
+) -> Moved:
+    """Read, apply, write; an output made from the same bytes is not made again."""
+    started = time.perf_counter()
+
+    def failed(reason: str) -> Moved:
+        return Moved(name, move, "failed", " ".join(reason.split())[:500], time.perf_counter() - started)
+
+    try:
+        with inputs.local(name) as folder:
+            made_from = _hash(folder)
+            place = f"{move}--{name}"
+            if _made_from(outputs, place) == made_from:
+                return Moved(name, move, "done", seconds=time.perf_counter() - started, again=True)
+            source = Skeleton.from_sites(alignment.source_parameters, [p.source for p in alignment.pairs], "")
+            adapter = read_adapter(folder, source)
+            moved = alignment.apply(adapter.tau) * scale
+            target = Skeleton.from_sites(alignment.target_parameters, [p.target for p in alignment.pairs], "")
+            with outputs.staged(place) as stage:
+                write_adapter(stage, moved, target, base_name=base, like=adapter)
+                coverage = {} if moved.coverage is None else {"coverage_summary": moved.coverage.summary()}
+                record = {"made_from": made_from, "move": move, "scale": scale, **coverage}
+                (stage / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    except TaskferryError as error:
+        return failed(str(error))
+    except Exception as error:  # one strange adapter must stop nobody
+        return failed(f"{type(error).__name__}: {error}")
+    return Moved(name, move, "done", seconds=time.perf_counter() - started)
+
+
+def _hash(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in (CONFIG, WEIGHTS, "adapter_model.bin"):
+        path = folder / name
+        if path.is_file():
+            digest.update(name.encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _made_from(outputs: Store, place: str) -> str | None:
+    text = outputs.read_text(f"{place}/{RECORD}")
+    try:
+        return str(json.loads(text)["made_from"]) if text else None
+    except (ValueError, KeyError, TypeError):
+        return None
