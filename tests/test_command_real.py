@@ -95,7 +95,8 @@ def test_a_lora_moves_and_loads_with_peft(
             assert not bool(change.any()), name
     one, two = (load_file(tmp_path / d / "adapter_model.safetensors") for d in ("moved", "applied"))
     assert one.keys() == two.keys()
-    assert all(torch.equal(one[key], two[key]) for key in one)
+    # transfer leaves maps as two factors for a LoRA, a saved alignment multiplies them out: equal up to rounding
+    assert all(relative(one[key], two[key]) < 1e-5 for key in one)
     factors = {n: one[f"base_model.model.{n[:-7]}.lora_B.weight"] @ one[f"base_model.model.{n[:-7]}.lora_A.weight"]
                for n in dense.deltas}  # fmt: skip
     assert all(relative(factors[n], d) < 1e-5 for n, d in dense.deltas.items())
