@@ -14,28 +14,57 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import common
 import torch
 
 from taskferry import Alignment
+from taskferry.engines.distributed import Ranks
 
 CLOSE = 1e-5
-TRAFFIC = "TASKFERRY_TRAFFIC"  # ranks write the bytes they gave away into this folder
 
 
-def run(work: Path, ranks: int, samples: int, **environment: str) -> tuple[float, int, str, Path]:
+def as_rank(folder: Path, arguments: list[str]) -> None:
+    """One rank of a job: the command itself, then the bytes it gave away into a folder."""
+    from taskferry import pipeline
+    from taskferry.cli.app import main as command
+
+    joined = pipeline.process_group
+
+    @contextmanager
+    def measured() -> Iterator[Ranks]:
+        with joined() as ranks:
+            yield ranks
+            (folder / str(ranks.rank)).write_text(str(ranks.sent))
+
+    sys.argv = ["taskferry", *arguments]
+    with patch.object(pipeline, "process_group", measured):
+        command()
+
+
+def run(work: Path, ranks: int, samples: int, traffic: Path) -> tuple[float, int, str, Path]:
     shared = common.need_shared()
     out = work / f"{ranks}-{len(list(work.iterdir()))}.alignment"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    command += ["taskferry", "fit", "--source-base", str(shared / "models" / "all-MiniLM-L6-v2"), "--target-base"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [
+        __file__,
+        "--as-rank",
+        str(traffic),
+        "fit",
+        "--source-base",
+        str(shared / "models" / "all-MiniLM-L6-v2"),
+        "--target-base",
+    ]
     command += [str(shared / "models" / "gte-small"), "--calibration", str(shared / "data" / "ag_news"), "--samples"]
     command += [str(samples), "--micro-batch", "5", "--max-length", "64", "--out", str(out)]
     started = time.time()
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
-    variables = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", **environment}
+    variables = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False, timeout=1200)
     return time.time() - started, done.returncode, done.stdout + done.stderr, out
 
@@ -61,6 +90,9 @@ def formula(alignment: Alignment, ranks: int) -> float:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--as-rank"]:
+        as_rank(Path(sys.argv[2]), sys.argv[3:])
+        return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer samples, one and two processes")
     parser.add_argument("--json", type=Path, help="write the results here")
@@ -75,7 +107,7 @@ def main() -> None:
         for ranks in (1, 2) if options.quick else (1, 2, 4):
             traffic = work / f"traffic-{ranks}"
             traffic.mkdir()
-            seconds, code, told, out = run(work, ranks, samples, **{TRAFFIC: str(traffic)})
+            seconds, code, told, out = run(work, ranks, samples, traffic)
             if code:
                 failures.append(f"{ranks} processes: exit code {code}: {told[-300:]}")
                 continue

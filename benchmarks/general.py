@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import common
 import torch
-import zoo_data
+from zoo_bench import open_zoo, score
 
 from taskferry import Alignment, TaskVector
-from taskferry.bench.recipe import Cell, load_recipe
-from taskferry.bench.running import Bench, Places, Reporter
+from taskferry.bench.recipe import Cell
+from taskferry.bench.running import Bench
 from taskferry.capture import Side, Statistics, collect
-from taskferry.evaluation import evaluate
 from taskferry.finding import find_sites
 from taskferry.pairing import pair_sites
-from taskferry.scale import moved_by
 from taskferry.solving import MapOptions, solve_group
 
 PAIRS = (("narrow", "wide"), ("twin", "deep"))
@@ -54,32 +51,22 @@ def study(bench: Bench, pair: tuple[str, str], task: str, others: list[str], see
     test = bench.task(task).test_batches(pair[1], B)
     head = bench.prepare(Cell(*pair, task, "random", 100, False, seed, ())).objectives[1]
 
-    def score(moved: TaskVector) -> float:
-        with moved_by(B.model, moved) as set_scale:
-            set_scale(1.0)
-            return evaluate(B.model, test, head).value
-
-    target, best = score(TaskVector({})), score(oracle)
+    target, best = (score(B.model, test, head, tau) for tau in (TaskVector({}), oracle))
     found = {"target": target, "oracle": best}
     few, many = Statistics(), Statistics()
     for other in others:
         few.merge(sums(bench, pair, other, max(2, 100 // len(others)), seed))
         many.merge(sums(bench, pair, other, 100, seed))
     for kind, total in zip(KINDS, (sums(bench, pair, task, 100, seed), few, many), strict=True):
-        found[kind] = score(align(bench, pair, total).apply(tau))
+        found[kind] = score(B.model, test, head, align(bench, pair, total).apply(tau))
     return found
 
 
 def main() -> None:
     options = common.arguments(__doc__ or "")
     started = time.time()
-    recipe = load_recipe("zoo/tableE")
-    if options.quick:
-        short = recipe.finetune.model_copy(update={"steps": 20, "every": 20, "warmup": 2})
-        recipe = recipe.model_copy(update={"finetune": short, "test_samples": 100})
-    work = zoo_data.DATA / ("work-quick" if options.quick else "work")
-    bench = Bench(recipe, Places(Path(__file__).parent / "zoo", zoo_data.DATA / "tasks", work), Reporter())
-    tasks = list(recipe.tasks)[:2] if options.quick else list(recipe.tasks)
+    bench = open_zoo(options.quick)
+    tasks = list(bench.recipe.tasks)[:2] if options.quick else list(bench.recipe.tasks)
     results: dict[str, Any] = {}
     rows = []
     for pair in PAIRS[:1] if options.quick else PAIRS:

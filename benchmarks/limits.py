@@ -17,21 +17,19 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import common
 import torch
-import zoo_data
+from zoo_bench import open_zoo, score
 
 from taskferry import Alignment, TaskVector, fit
 from taskferry.alignment import AlignedPair
-from taskferry.bench.recipe import Cell, load_recipe
-from taskferry.bench.running import Bench, Places, Reporter
-from taskferry.evaluation import evaluate
+from taskferry.bench.recipe import Cell
+from taskferry.bench.running import Bench
 from taskferry.objectives import Prototypes
 from taskferry.procrustes import Map
-from taskferry.scale import moved_by, scale_on_calibration
+from taskferry.scale import scale_on_calibration
 from taskferry.taskvector import as_dense
 
 SCALES = (0.25, 0.5, 0.75, 1.5, 2.0, 3.0)
@@ -86,30 +84,28 @@ def study(bench: Bench, source_name: str, target_name: str, task: str, seeds: li
             prepared = bench.prepare(cell)
             head, shots = prepared.objectives[1], prepared.shots(1)
 
-            def score(moved: TaskVector, scale: float, name: str) -> float:
-                with moved_by(target.model, moved) as set_scale:
-                    set_scale(scale)
-                    value = evaluate(target.model, test, head).value  # noqa: B023
+            def note(moved: TaskVector, scale: float, name: str) -> float:
+                value = score(target.model, test, head, moved, scale)  # noqa: B023
                 found.setdefault(name, []).append(round(value, 2))
                 return value
 
             alignment = fit(source.model, target.model, prepared.calibration, prepared.objectives)
             moved = alignment.apply(tau)
             if count == 1000:
-                score(moved, 1.0, "N = 1000")
+                note(moved, 1.0, "N = 1000")
                 curve = scale_on_calibration(target.model, moved, head.bind(target.model, shots), shots)
-                score(moved, curve.best, "N = 1000, automatic scale")
+                note(moved, curve.best, "N = 1000, automatic scale")
                 continue
-            score(TaskVector({}), 0.0, "target")
-            score(oracle, 1.0, "oracle")
-            values = [score(moved, 1.0, "as it is"), *(score(moved, s, f"scale {s}") for s in SCALES)]
+            note(TaskVector({}), 0.0, "target")
+            note(oracle, 1.0, "oracle")
+            values = [note(moved, 1.0, "as it is"), *(note(moved, s, f"scale {s}") for s in SCALES)]
             found.setdefault("best scale on test", []).append(max(values))
             full = fit(source.model, target.model, prepared.calibration, prepared.objectives, map_rank="full")
-            score(full.apply(tau), 1.0, "full-rank maps")
+            note(full.apply(tau), 1.0, "full-rank maps")
             other = fit(source.model, target.model, prepared.calibration, Prototypes())
-            score(other.apply(tau), 1.0, "prototypes")
-            score(within_reach(alignment, oracle), 1.0, "oracle, within reach")
-            score(movable(alignment, oracle, "target"), 1.0, "oracle, movable part")
+            note(other.apply(tau), 1.0, "prototypes")
+            note(within_reach(alignment, oracle), 1.0, "oracle, within reach")
+            note(movable(alignment, oracle, "target"), 1.0, "oracle, movable part")
             found.setdefault("cosine with the oracle", []).append(round(cosine(moved, oracle), 4))
             reachable = {pair.source.weight for pair in alignment.pairs}
             kept = norm(moved) / norm(tau, reachable) if reachable else 0.0
@@ -120,14 +116,8 @@ def study(bench: Bench, source_name: str, target_name: str, task: str, seeds: li
 def main() -> None:
     options = common.arguments(__doc__ or "")
     started = time.time()
-    recipe = load_recipe("zoo/tableE")
-    tasks = ["mnist"] if options.quick else list(recipe.tasks)
-    if options.quick:
-        short = recipe.finetune.model_copy(update={"steps": 20, "every": 20, "warmup": 2})
-        recipe = recipe.model_copy(update={"finetune": short, "test_samples": 100})
-    work = zoo_data.DATA / ("work-quick" if options.quick else "work")
-    places = Places(Path(__file__).parent / "zoo", zoo_data.DATA / "tasks", work)
-    bench = Bench(recipe, places, Reporter())
+    bench = open_zoo(options.quick)
+    tasks = ["mnist"] if options.quick else list(bench.recipe.tasks)
     results: dict[str, Any] = {}
     rows = []
     for task in tasks:

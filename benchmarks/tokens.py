@@ -16,21 +16,18 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import common
 import torch
-import zoo_data
 from torch import Tensor
+from zoo_bench import open_zoo, score
 
 from taskferry import Alignment, Calibration, TaskVector, capture, fit
-from taskferry.bench.recipe import Cell, load_recipe
-from taskferry.bench.running import Bench, Places, Reporter
-from taskferry.evaluation import evaluate
+from taskferry.bench.recipe import Cell
+from taskferry.bench.running import Bench
 from taskferry.preparing import Prepared
-from taskferry.scale import moved_by
 from taskferry.statistics import CrossCovariance
 from taskferry.taskvector import as_dense
 
@@ -95,20 +92,15 @@ def study(bench: Bench, pair: tuple[str, str], task: str, seeds: range) -> dict[
     found: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
         prepared = bench.prepare(Cell(*pair, task, "random", 100, False, seed, ()))
-
-        def score(moved: TaskVector) -> float:
-            with moved_by(B.model, moved) as set_scale:
-                set_scale(1.0)
-                return evaluate(B.model, test, prepared.objectives[1]).value  # noqa: B023
-
-        target, best = score(TaskVector({})), score(oracle)
+        head = prepared.objectives[1]
+        target, best = (score(B.model, test, head, tau) for tau in (TaskVector({}), oracle))
         reference = None
         for name, make in variants().items():
             alignment = make(A.model, B.model, prepared)
             moved = alignment.apply(tau)
             reference = reference or moved
             row = found.setdefault(name, {"share": [], "distance": [], "rows": []})
-            row["share"].append(round((score(moved) - target) / (best - target), 4))
+            row["share"].append(round((score(B.model, test, head, moved) - target) / (best - target), 4))
             row["distance"].append(round(distance(reference, moved), 5))
             row["rows"].append(max(q.rows for q in alignment.quality_in.values()))
     return found
@@ -117,12 +109,7 @@ def study(bench: Bench, pair: tuple[str, str], task: str, seeds: range) -> dict[
 def main() -> None:
     options = common.arguments(__doc__ or "")
     started = time.time()
-    recipe = load_recipe("zoo/tableE")
-    if options.quick:
-        short = recipe.finetune.model_copy(update={"steps": 20, "every": 20, "warmup": 2})
-        recipe = recipe.model_copy(update={"finetune": short, "test_samples": 100})
-    work = zoo_data.DATA / ("work-quick" if options.quick else "work")
-    bench = Bench(recipe, Places(Path(__file__).parent / "zoo", zoo_data.DATA / "tasks", work), Reporter())
+    bench = open_zoo(options.quick)
     results: dict[str, Any] = {}
     for pair in PAIRS[:1] if options.quick else PAIRS:
         for task in TASKS[:1] if options.quick else TASKS:

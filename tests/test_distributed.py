@@ -28,12 +28,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def torchrun(world: Path, ranks: int, out: Path, code: int = 0, **environment: str) -> str:
+def torchrun(
+    world: Path, ranks: int, out: Path, code: int = 0, options: tuple[str, ...] = (), **environment: str
+) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "taskferry", "fit", "--source-base", world / "small", "--target-base", world / "large"]
     command += ["--calibration", world / "prompts.jsonl", "--samples", "12", "--micro-batch", "2", "--out", out]
     # Groups of one block each, so that there is something to resume.
-    command += ["--statistics-memory", "0.00002"]
+    command += ["--statistics-memory", "0.00002", *options]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
     done = subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, env=variables, timeout=300, check=False
@@ -59,17 +61,32 @@ def test_one_two_and_four_processes_give_one_alignment(world: Path, tmp_path: Pa
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1.alignment", "2.alignment", "4.alignment"]
 
 
-CRASH = """
+def test_sharded_models_give_the_same_alignment(world: Path, tmp_path: Path) -> None:
+    """Six micro-batches over four ranks: two of them run one for the others' sake, which must not count."""
+    torchrun(world, 1, tmp_path / "whole.alignment")
+    torchrun(world, 4, tmp_path / "sharded.alignment", options=("--shard",))
+    whole, sharded = (Alignment.load(tmp_path / f"{name}.alignment") for name in ("whole", "sharded"))
+    assert sharded.pairs == whole.pairs
+    assert sharded.provenance == whole.provenance  # hashes of the whole models among it
+    for mine, theirs in ((sharded.R_in, whole.R_in), (sharded.R_out, whole.R_out)):
+        for key, R in theirs.items():
+            assert relative(mine[key].dense(), R.dense()) < 1e-5, key
+
+
+# Every rank notes the groups that it solves; one dies before the group whose number it is told.
+WATCH = """
 import os
 from taskferry.engines import distributed
 solve, count = distributed.Ranks.solve, 0
-def dying(self, *arguments):
+def watched(self, *arguments):
     global count
     count += 1
-    if self.rank == 1 and count == 3:
+    if self.rank == 1 and count == int(os.environ.get('TASKFERRY_TEST_CRASH', '0')):
         os._exit(9)
+    with open(os.environ['TASKFERRY_TEST_WATCH'], 'a') as file:
+        file.write(f'{self.rank}')
     return solve(self, *arguments)
-distributed.Ranks.solve = dying
+distributed.Ranks.solve = watched
 """
 
 
@@ -77,22 +94,23 @@ def test_a_rank_that_dies_ends_the_job_and_a_restart_goes_on(world: Path, tmp_pa
     """The second rank is killed in the third group: no hang, one sentence, and two groups are not done again."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import os\nif 'TASKFERRY_TEST_CRASH' in os.environ and 'RANK' in os.environ:\n"
-        + "".join(f"    {line}\n" for line in CRASH.strip().splitlines())
+        "import os\nif 'TASKFERRY_TEST_WATCH' in os.environ and 'RANK' in os.environ:\n"
+        + "".join(f"    {line}\n" for line in WATCH.strip().splitlines())
     )
     out = tmp_path / "out.alignment"
     started = time.time()
-    told = torchrun(world, 2, out, code=1, PYTHONPATH=str(tmp_path / "site"), TASKFERRY_TEST_CRASH="1")
+    notes = [tmp_path / f"{number}.notes" for number in range(3)]
+    watched = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])}
+    told = torchrun(world, 2, out, 1, **watched, TASKFERRY_TEST_WATCH=str(notes[0]), TASKFERRY_TEST_CRASH="3")
     assert time.time() - started < 120
     assert not out.exists()
     groups = sorted((tmp_path / f".{out.name}.groups").glob("*.alignment"))
     assert len(groups) == 2
     assert "exitcode" in told or "lost another rank" in told
-    before = {path.name: path.stat().st_mtime_ns for path in groups}
-    kept = {path.name: path.read_bytes() for path in groups}
-    assert before.keys() == kept.keys()
-    torchrun(world, 2, out)
-    torchrun(world, 2, tmp_path / "fresh.alignment")
+    torchrun(world, 2, out, **watched, TASKFERRY_TEST_WATCH=str(notes[1]))
+    torchrun(world, 2, tmp_path / "fresh.alignment", **watched, TASKFERRY_TEST_WATCH=str(notes[2]))
+    resumed_groups, fresh_groups = (note.read_text().count("1") for note in notes[1:])
+    assert (resumed_groups, fresh_groups) == (1, 3)
     resumed, fresh = Alignment.load(out), Alignment.load(tmp_path / "fresh.alignment")
     assert resumed.pairs == fresh.pairs
     for key, R in fresh.R_out.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -53,6 +53,7 @@ class Side:
 
     model: nn.Module
     loss: Loss
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # what is used in place of a sharded parameter
 
     @property
     def family(self) -> Family:
@@ -95,29 +96,32 @@ def collect(
     source: Side,
     target: Side,
     pairs: Iterable[Pair],
-    calibration: Calibration,
+    calibration: Calibration | Sequence[tuple[Batch, Batch]],
     on_batch: Callable[[], None] | None = None,
     signals: Signals = BICO,
     tokens_per_width: float | None = None,
     exact: bool = False,
+    company: Sequence[tuple[Batch, Batch]] = (),
 ) -> Statistics:
     """Cross-covariances of all pairs over the calibration set.
 
     `tokens_per_width`: where a map has more tokens than this many times its width, that many stand for all.
     `exact`: micro-batches are added in float64, so that their order does not show.
+    `company`: micro-batches that are run and not counted, because other ranks wait for this one's part of the weights.
 
     Memory: the sums, one graph at a time, and the source's activations and gradients of one micro-batch.
     """
     by_target = {pair.target.name: pair for pair in pairs}
     statistics = Statistics(exact=exact)
-    share = None if tokens_per_width is None else tokens_per_width / len(calibration)
+    share = None if tokens_per_width is None else tokens_per_width / max(1, len(calibration))
     copy = False
     with torch.inference_mode(False), frozen(source.model), frozen(target.model), torch.enable_grad():
-        for batch_A, batch_B in calibration:
-            micro_batch = _MicroBatch(source, target, by_target, statistics, signals, batch_A, batch_B, copy, share)
+        for number, (batch_A, batch_B) in enumerate((*calibration, *company)):
+            into = statistics if number < len(calibration) else Statistics()
+            micro_batch = _MicroBatch(source, target, by_target, into, signals, batch_A, batch_B, copy, share)
             micro_batch.run()
             copy = micro_batch.copy
-            if on_batch is not None:
+            if on_batch is not None and into is statistics:
                 on_batch()
     return statistics
 
@@ -276,7 +280,8 @@ class _MicroBatch:
 
 
 def _weight(side: Side, site: Site) -> Tensor:
-    return site.read(side.model.get_parameter(site.weight).detach())
+    weight = side.weights.get(site.weight)
+    return site.read((side.model.get_parameter(site.weight) if weight is None else weight).detach())
 
 
 def _pass(
@@ -291,7 +296,13 @@ def _pass(
     """One forward pass, and a backward pass where gradients are asked for."""
     lengths = {stream: layout.length for stream, layout in layouts.items() if layout.length is not None}
     with Recorder(
-        side.model, sites, samples=len(batch), on_forward=on_forward, on_gradient=on_gradient, lengths=lengths
+        side.model,
+        sites,
+        samples=len(batch),
+        on_forward=on_forward,
+        on_gradient=on_gradient,
+        lengths=lengths,
+        weights=side.weights,
     ):
         loss = side.loss(batch)
     if not signals.backward:

@@ -48,7 +48,10 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
 
 def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
     """Add a tensor's name, shape, type and bytes to a hash."""
-    value = tensor.detach().cpu().contiguous()
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):  # a rank's part of it: all ranks hash the whole
+        tensor = tensor.full_tensor()
+    value = tensor.cpu().contiguous()
     digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
     digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
 

@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import Tensor, nn
 
 from taskferry.families import Family, family_of
+from taskferry.families.base import split_path
 from taskferry.sites import LinearParameter, Site, is_patch_embedding
 
 
@@ -39,6 +41,16 @@ def find_sites(model: nn.Module, family: Family | None = None) -> list[Site]:
         if start != linear.out_features:
             raise ValueError(f"{linear.weight}: its parts have {start} rows, the matrix {linear.out_features}")
     return _number_blocks(sites)
+
+
+def block_paths(sites: Iterable[Site]) -> dict[tuple[str, int], str]:
+    """(stack, block) -> the path of its module, in the order of the blocks."""
+    paths: dict[tuple[str, int], str] = {}
+    for site in sites:
+        if site.block is not None:
+            before, number, _ = split_path(site.weight)
+            paths[site.stack, site.block] = f"{before}.{number}"
+    return dict(sorted(paths.items()))
 
 
 def _linear_parameters(model: nn.Module, family: Family) -> list[LinearParameter]:

@@ -10,14 +10,13 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from taskferry.alignment import NO_CHANGE, AlignedPair, Alignment
 from taskferry.calibration.batch import Batch, Calibration
-from taskferry.capture import BICO, Side, Signals, Statistics, collect, device_of
+from taskferry.capture import BICO, Side, Signals, collect, device_of
 from taskferry.coverage import reasons_to_keep
 from taskferry.errors import TaskferryError
 from taskferry.files import hash_tensor
@@ -26,11 +25,8 @@ from taskferry.objectives import ForwardOnly, Objective, as_objective, default_o
 from taskferry.pairing import DepthRule, Pair, nearest_block, pair_sites
 from taskferry.procrustes import DEFAULT_TOLERANCE, Map, RankPolicy
 from taskferry.sites import Site
-from taskferry.solving import MapOptions, Solved, solve_group
+from taskferry.solving import Alone, Kept, MapOptions, Solved
 from taskferry.version import __version__
-
-if TYPE_CHECKING:
-    from taskferry.engines.distributed import Ranks
 
 AnyObjective = Objective | Callable[[nn.Module, Batch], Tensor]
 Progress = Callable[[str, int, int], None]  # (what, done, total)
@@ -51,7 +47,7 @@ def fit(
     factored: bool = False,
     statistics_memory: int = 4 * 2**30,
     progress: Progress | None = None,
-    ranks: Ranks | None = None,
+    ranks: Alone | None = None,
     keep: Path | None = None,
 ) -> Alignment:
     """All maps from one frozen forward and backward pass of both models on the calibration set.
@@ -71,8 +67,9 @@ def fit(
         objective_A, objective_B = both_objectives(objective, source, target, calibration)
     else:
         objective_A = objective_B = ForwardOnly()
-    side_A = Side(source, objective_A.bind(source, _on_device(calibration, 0, source)))
-    side_B = Side(target, objective_B.bind(target, _on_device(calibration, 1, target)))
+    ranks = ranks or Alone()
+    side_A = Side(source, objective_A.bind(source, _on_device(calibration, 0, source)), ranks.whole(source))
+    side_B = Side(target, objective_B.bind(target, _on_device(calibration, 1, target)), ranks.whole(target))
 
     target_sites = find_sites(target)
     pairs, reasons = pair_sites(find_sites(source), target_sites, depth_rule)
@@ -86,34 +83,35 @@ def fit(
         reasons |= dict.fromkeys(left_out, NO_CHANGE)
     options = MapOptions(map_rank, tolerance, factored, tokens_per_width)
     solved = Solved()
-    number = max((p.element_size() for model in (source, target) for p in model.parameters()), default=4)
-    groups = list(_groups(pairs, statistics_memory, max(4, number)))
-    capturing = _Steps(progress, "capture", len(groups) * len(calibration))
-    solving = _Steps(progress, "solve", 2 * len(pairs))
-    share: Calibration | None = calibration if ranks is None else ranks.share(calibration)
-    rests_on = ""
-    if keep is not None:
-        models = (hash_parameters(source), hash_parameters(target), calibration.identity())
-        rests_on = repr((*models, objective_A.describe(), objective_B.describe(), options, signals, sorted(only or ())))
+    widest = max((p.element_size() for model in (source, target) for p in model.parameters()), default=4)
+    groups = list(_groups(pairs, statistics_memory, max(4, widest)))
+    share, company = ranks.share(calibration), ranks.company(calibration)
+    # Each rank keeps its part of the tokens that stand for all.
+    kept_tokens = None if tokens_per_width is None else tokens_per_width * len(share) / len(calibration)
+    capturing = Steps(progress, "capture", len(groups) * len(share))
+    solving = Steps(progress, "solve", 2 * len(pairs))
+    rests_on = {
+        "source": _describe(source),
+        "target": _describe(target),
+        "objective": [objective_A.describe(), objective_B.describe()],
+        "calibration": {"samples": calibration.samples, "sha256": calibration.identity()},
+        "versions": {"taskferry": __version__, "torch": torch.__version__},
+    }
+    kept = Kept(keep, len(groups), repr((rests_on, options, signals)))
     for number, group in enumerate(groups):
-        file = None if keep is None else keep / f"group-{number + 1}-of-{len(groups)}.alignment"
-        if file is not None:
-            known = Solved.load(file, rests_on) if ranks is None or ranks.rank == 0 else None
-            if known is not None if ranks is None else ranks.told(known is not None):
-                solved.add(known or Solved())
-                continue
+        known = kept.load(number, group) if ranks.rank == 0 else None
+        if ranks.told(known is not None):
+            solved.add(known or Solved())
+            capturing.step(len(share))
+            solving.step(2 * len(group))
+            continue
         # A group's sums live in this call only: two groups never exist at once.
-        statistics = Statistics(exact=True)
-        if share is not None:
-            statistics = collect(
-                side_A, side_B, group, share, capturing.step, signals, tokens_per_width, exact=ranks is not None
-            )
-        if ranks is None:
-            found = solve_group(statistics, group, options, solving.step)
-        else:
-            found = ranks.solve(statistics, group, options)
-        if file is not None and (ranks is None or ranks.rank == 0):
-            found.save(file, rests_on)
+        statistics = collect(
+            side_A, side_B, group, share, capturing.step, signals, kept_tokens, exact=ranks.exact, company=company
+        )
+        found = ranks.solve(statistics, group, options, solving.step)
+        if ranks.rank == 0:
+            kept.save(number, group, found)
         solved.add(found)
     return solved.alignment(
         source_parameters={name: tuple(p.shape) for name, p in source.named_parameters()},
@@ -127,11 +125,7 @@ def fit(
                 "tokens_per_width": tokens_per_width,
                 "depth_rule": getattr(depth_rule, "__name__", repr(depth_rule)),
             },
-            "source": _describe(source),
-            "target": _describe(target),
-            "objective": [objective_A.describe(), objective_B.describe()],
-            "calibration": {"samples": calibration.samples, "sha256": calibration.identity()},
-            "versions": {"taskferry": __version__, "torch": torch.__version__},
+            **rests_on,
         },
     )
 
@@ -231,13 +225,14 @@ def parameter_reasons(model: nn.Module, sites: list[Site], reasons: dict[str, st
     return by_parameter
 
 
-class _Steps:
+class Steps:
     """Counts steps for the progress callback."""
 
     def __init__(self, progress: Progress | None, what: str, total: int) -> None:
         self.progress, self.what, self.done, self.total = progress, what, 0, total
 
     def step(self, count: int = 1) -> None:
+        """So many more are done."""
         self.done += count
         if self.progress is not None:
             self.progress(self.what, self.done, self.total)

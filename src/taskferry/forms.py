@@ -16,7 +16,7 @@ from taskferry.checkpoints import Adapter, Loaded, Skeleton, load_model, read_ad
 from taskferry.checkpoints.lowrank import compress
 from taskferry.errors import TaskferryError
 from taskferry.settings import OutputSettings
-from taskferry.taskvector import Delta, LowRank, TaskVector, match_names
+from taskferry.taskvector import Delta, TaskVector, match_names
 
 FORMS = {"lora": "a LoRA adapter", "model": "a full model", "task-vector": "a task vector"}
 
@@ -32,11 +32,6 @@ def output_kind(settings: OutputSettings, adapter: Adapter | None) -> str:
     if settings.as_lora and adapter is None and settings.rank is None and settings.energy is None:
         raise TaskferryError("--as-lora of a full fine-tune needs --rank 32 or --energy 0.95")
     return "lora" if adapter is not None or settings.as_lora else "model"
-
-
-def is_low_rank(tau: TaskVector) -> bool:
-    """Whether every change is low-rank."""
-    return all(isinstance(delta, LowRank) for delta in tau.deltas.values())
 
 
 def in_form(settings: OutputSettings, kind: str, tau: TaskVector) -> tuple[TaskVector, dict[str, Any]]:

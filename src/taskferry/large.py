@@ -27,7 +27,7 @@ from taskferry.engines.lazy import INDEX, LazyModel
 from taskferry.engines.walk import Walk
 from taskferry.errors import TaskferryError
 from taskferry.files import write_plain_safetensors
-from taskferry.fitting import changed_pairs, parameter_reasons
+from taskferry.fitting import Steps, changed_pairs, parameter_reasons
 from taskferry.forms import FORMS, output_kind
 from taskferry.outcome import Outcome, Reporter, finish, verdict, with_coverage
 from taskferry.pairing import Pair, pair_sites
@@ -64,8 +64,9 @@ def transfer_blockwise(
             reasons |= dict.fromkeys(left_out, NO_CHANGE)
         if not pairs:
             raise TaskferryError("no linear layer of the target has a partner in the source that the fine-tune changes")
-        plan = plan_blocks(walks[0], walks[1], pairs, prepared.calibration)
-        reporter.plan(plan, _lines(settings, prepared, kind))
+        if dry_run or reporter.wants_plan:
+            plan = plan_blocks(walks[0], walks[1], pairs, prepared.calibration)
+            reporter.plan(plan, _lines(settings, prepared, kind))
         if dry_run:
             return None
         with staged_folder(settings.out) as folder:
@@ -134,27 +135,13 @@ class _Job:
     losses: tuple[float, float] = (0.0, 0.0)
 
     def move(self, pairs: list[Pair], prepared: Prepared) -> None:
-        blocks = len(self.source.blocks) + len(self.target.blocks)
-        done = 0
-
-        def forward() -> None:
-            nonlocal done
-            done += 1
-            self.reporter.step("walk", done, blocks)
-
-        self.source.forward(on_block=forward)
-        self.target.forward(on_block=forward)
+        walking = Steps(self.reporter.step, "walk", len(self.source.blocks) + len(self.target.blocks))
+        self.source.forward(on_block=walking.step)
+        self.target.forward(on_block=walking.step)
         s = self.settings
         options = MapOptions(s.map_rank, s.tolerance, self.kind == "lora", s.tokens_per_width)
-        total = len(self.target.blocks)
-        parts = align_blocks(
-            self.source,
-            self.target,
-            prepared.calibration,
-            pairs,
-            options,
-            lambda j: self.reporter.step("blocks", total - j, total),
-        )
+        moving = Steps(self.reporter.step, "blocks", len(self.target.blocks))
+        parts = align_blocks(self.source, self.target, prepared.calibration, pairs, options, moving.step)
         for part in parts:
             self._take(part)
         for name in self.source.lazy.shapes:
@@ -217,14 +204,7 @@ class _Job:
         """The calibration loss of what was written, read again from its files."""
         with tempfile.TemporaryDirectory(dir=self.settings.out.parent, prefix=".walk.") as scratch:
             walk = Walk(lazy, prepared.calibration.side(1), prepared.objectives[1], Path(scratch))
-            done = 0
-
-            def step() -> None:
-                nonlocal done
-                done += 1
-                self.reporter.step("check", done, len(walk.blocks))
-
-            walk.forward(backward=False, on_block=step)
+            walk.forward(backward=False, on_block=Steps(self.reporter.step, "check", len(walk.blocks)).step)
         return walk.loss
 
     def record(self, command: str, prepared: Prepared, reasons: dict[str, str]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from taskferry.taskvector import TaskVector
 class Reporter:
     """Told what happens; the silent one does nothing."""
 
+    wants_plan = False  # a plan takes a trial of some seconds: not for nobody
+
     def plan(self, plan: Plan, lines: Mapping[str, str]) -> None:
         """Before the work."""
 

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from taskferry.checkpoints import (
     read_adapter,
 )
 from taskferry.checkpoints.loaded import to_device
-from taskferry.checkpoints.output import check_free, staged_folder
-from taskferry.engines.distributed import Ranks, process_group, started_by_torchrun
+from taskferry.checkpoints.output import check_free, kept_groups, staged_folder
+from taskferry.engines.distributed import Ranks, process_group, rank_and_size, started_by_torchrun
 from taskferry.errors import TaskferryError
 from taskferry.fitting import fit, hash_parameters
-from taskferry.forms import FORMS, check_output, in_form, is_low_rank, output_kind, write_form
+from taskferry.forms import FORMS, check_output, in_form, output_kind, write_form
 from taskferry.large import transfer_blockwise
 from taskferry.methods import Job, find
 from taskferry.outcome import Outcome, Reporter, finish, summary, verdict, with_coverage
@@ -34,6 +34,7 @@ from taskferry.plan import Plan, make_plan
 from taskferry.preparing import Prepared, prepare
 from taskferry.scale import ScaleCurve, calibration_loss, moved_by, scale_on_calibration
 from taskferry.settings import ApplySettings, FitSettings, MapSettings, PlanSettings, TransferSettings, dump_settings
+from taskferry.solving import Alone
 from taskferry.taskvector import TaskVector
 
 LOOKS = 8  # forward passes of the target that choosing a scale takes, usually
@@ -54,14 +55,16 @@ def transfer(
         raise TaskferryError(f"{settings.source_tuned} does not differ from {settings.source_base}: nothing to move")
     kind = output_kind(settings, tuned.adapter)
     prepared = prepare(settings, source, target, settings.source_tuned)
-    plan = _plan(settings, source, target, prepared, tuned, looks=LOOKS if settings.scale == "auto" else 2)
-    reporter.plan(plan, _plan_lines(settings, tuned, prepared, kind))
+    if dry_run or reporter.wants_plan:
+        plan = _plan(settings, source, target, prepared, tuned, looks=LOOKS if settings.scale == "auto" else 2)
+        reporter.plan(plan, _plan_lines(settings, tuned, prepared, kind))
     if dry_run:
         return None
-    moved, provenance, sites = _move(settings, own, source, target, tuned, prepared, reporter)
+    with kept_groups(settings.out) as keep:
+        moved, provenance, sites = _move(settings, own, source, target, tuned, prepared, reporter, keep)
     if not len(moved):
         raise TaskferryError(f"nothing of {settings.source_tuned} moved: {summary(moved)}")
-    if kind == "lora" and settings.rank is None and settings.energy is None and not is_low_rank(moved):
+    if kind == "lora" and settings.rank is None and settings.energy is None and not moved.low_rank:
         raise TaskferryError(f"the method {settings.method} makes a dense change of a LoRA: write it with --as-model")
     # Cut first: the scale and the verdict are those of what is written.
     final, extra = in_form(settings, kind, moved)
@@ -122,6 +125,7 @@ def _plan(
         prepared.calibration,
         None if tuned is None else tuned.tau.deltas.keys(),
         looks=looks,
+        tokens_per_width=settings.tokens_per_width,
         statistics_memory=int(settings.statistics_memory * 2**30),
     )
 
@@ -136,30 +140,34 @@ def fit_alignment(
     """Both base models and a calibration set into one alignment file."""
     reporter = reporter or Reporter()
     check_free(settings.out)
-    source, target = _load_pair(settings.source_base, settings.target_base, settings.device)
+    rank, size = rank_and_size()
+    if settings.shard and not started_by_torchrun():
+        raise TaskferryError("--shard spreads a model over processes: start them with torchrun, or leave it out")
+    # Models that are to be sharded reach the device in parts.
+    device = "cpu" if settings.shard else settings.device
+    source, target = _load_pair(settings.source_base, settings.target_base, device)
+    if rank != 0:
+        reporter = Reporter()
     prepared = prepare(settings, source, target, settings.source_tuned)
-    if started_by_torchrun():
-        return _fit_with_others(settings, source, target, prepared, reporter)
-    plan = _plan(settings, source, target, prepared)
-    reporter.plan(plan, _sample_lines(prepared))
+    if reporter.wants_plan:
+        lines = _sample_lines(prepared)
+        if size > 1:
+            lines["processes"] = f"{size}, which share passes and maps; the time below is that of one"
+        reporter.plan(_plan(settings, source, target, prepared), lines)
     if dry_run:
         return None
-    alignment = _fit(settings, source, target, prepared, reporter)
-    alignment.save(settings.out)
-    return alignment
-
-
-def _fit_with_others(
-    settings: FitSettings, source: Loaded, target: Loaded, prepared: Prepared, reporter: Reporter
-) -> Alignment | None:
-    """One rank's share of a fit; the first rank writes. Finished groups wait beside the output for a restart."""
-    keep = settings.out.with_name(f".{settings.out.name}.groups")
-    with process_group() as ranks:
+    group = process_group() if started_by_torchrun() else nullcontext(Alone())
+    # Only the first rank keeps what is finished, and takes it away.
+    keeping = kept_groups(settings.out) if rank == 0 else nullcontext(None)
+    with group as ranks, keeping as keep:
+        if settings.shard and isinstance(ranks, Ranks):
+            for loaded in (source, target):
+                ranks.shard(loaded.model)
+                to_device(loaded, settings.device)
         alignment = _fit(settings, source, target, prepared, reporter, ranks=ranks, keep=keep)
-        if ranks.rank != 0:
+        if rank != 0:
             return None
         alignment.save(settings.out)
-        shutil.rmtree(keep, ignore_errors=True)
     return alignment
 
 
@@ -228,7 +236,7 @@ def _fit(
     prepared: Prepared,
     reporter: Reporter,
     tuned: TaskVector | None = None,
-    ranks: Ranks | None = None,
+    ranks: Alone | None = None,
     keep: Path | None = None,
 ) -> Alignment:
     return fit(
@@ -242,7 +250,7 @@ def _fit(
         only=None if tuned is None else tuned.deltas.keys(),
         factored=tuned is not None and tuned.low_rank,
         statistics_memory=int(settings.statistics_memory * 2**30),
-        progress=reporter.step if ranks is None or ranks.rank == 0 else None,
+        progress=reporter.step,
         ranks=ranks,
         keep=keep,
     )
@@ -270,10 +278,11 @@ def _move(
     tuned: Tuned,
     prepared: Prepared,
     reporter: Reporter,
+    keep: Path,
 ) -> tuple[TaskVector, Mapping[str, Any], list[dict[str, Any]]]:
     """The moved task vector, its provenance and the table of its sites; BiCo unless another method is asked for."""
     if settings.method == "bico" and not settings.method_settings:
-        alignment = _fit(settings, source, target, prepared, reporter, tuned.tau)
+        alignment = _fit(settings, source, target, prepared, reporter, tuned.tau, keep=keep)
         return alignment.apply(tuned.tau), alignment.provenance, site_table(alignment)
     job = Job(source.model, target.model, tuned.tau, prepared.calibration, prepared.objectives, reporter.step)
     moved = find(settings.method).function(job, **own)

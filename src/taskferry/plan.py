@@ -9,6 +9,7 @@ there are and how many tokens each sees, and what the graph holds; the rest is a
 
 from __future__ import annotations
 
+import math
 import mmap
 import sys
 import time
@@ -67,6 +68,7 @@ def make_plan(
     only: Collection[str] | None = None,
     *,
     looks: int = 0,
+    tokens_per_width: float | None = None,
     statistics_memory: int = 4 * 2**30,
 ) -> Plan:
     """From sizes, a trial and a second of measurement; `looks` forward passes of the target choose a scale."""
@@ -78,7 +80,8 @@ def make_plan(
     trial = _trial(source, target, pairs, calibration)
     now = resident()  # with all that libraries load when they are first used
     sums = [*trial.statistics.inputs.values(), *trial.statistics.outputs.values()]
-    maps = [(round(S.rows * trial.whole), S.d_A, S.d_B) for S in sums]
+    most = math.inf if tokens_per_width is None else tokens_per_width
+    maps = [(round(min(S.rows * trial.whole, most * max(S.d_A, S.d_B))), S.d_A, S.d_B) for S in sums]
     weights = sum(p.numel() * p.element_size() for model in (source, target) for p in model.parameters())
     held = sum(4 * min(rows * (a + b), a * b) for rows, a, b in maps)
     groups = max(1, -(-held // statistics_memory))

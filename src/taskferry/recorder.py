@@ -57,6 +57,7 @@ class Recorder(TorchFunctionMode):
         on_forward: OnForward,
         on_gradient: OnGradient,
         lengths: Mapping[str, int] | None = None,  # tokens of a sample in each stream, where known
+        weights: Mapping[str, Tensor] | None = None,  # what is used in place of a sharded parameter
     ) -> None:
         super().__init__()
         self.samples = samples
@@ -68,7 +69,9 @@ class Recorder(TorchFunctionMode):
         self._input_count = 0
         self._sites: dict[int, list[Site]] = {}
         for site in sites:
-            self._sites.setdefault(id(model.get_parameter(site.weight)), []).append(site)
+            weight = (weights or {}).get(site.weight)
+            weight = model.get_parameter(site.weight) if weight is None else weight
+            self._sites.setdefault(id(weight), []).append(site)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

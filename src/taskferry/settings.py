@@ -82,6 +82,9 @@ class FitSettings(CalibrationSettings, MapSettings, Writing):
     source_base: str = Field(description="the base model that was tuned")
     target_base: str = Field(description="the base model to move to")
     source_tuned: str | None = Field(None, description="the tuned source, where it gives the labels (teacher)")
+    shard: bool = Field(
+        False, description="under torchrun: spread the weights of the blocks over the processes (FSDP2)"
+    )
 
 
 class OutputSettings(Settings):

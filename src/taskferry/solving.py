@@ -6,19 +6,24 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
 from taskferry.alignment import AlignedPair, Alignment
+from taskferry.calibration.batch import Batch, Calibration
 from taskferry.capture import Statistics
 from taskferry.errors import TaskferryError
 from taskferry.pairing import Pair
 from taskferry.procrustes import DEFAULT_TOLERANCE, Map, RankPolicy
 from taskferry.statistics import CrossCovariance, Quality, solve_all
 
+Step = Callable[[int], None]
 UNREACHED = "the calibration pass does not reach it in both models"
 NO_SIGNAL = "no signal reached it on the calibration set: its activations or gradients are zero"
 
@@ -102,6 +107,63 @@ class Solved:
         )
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Finished groups of sites in a folder, so that a fit that was killed goes on after the last of them."""
+
+    folder: Path | None  # None: nothing is kept
+    groups: int
+    key: str  # what they rest on
+
+    def load(self, number: int, group: list[Pair]) -> Solved | None:
+        """A group that an earlier run has finished."""
+        file = self._file(number)
+        return None if file is None else Solved.load(file, self._key(group))
+
+    def save(self, number: int, group: list[Pair], solved: Solved) -> None:
+        """Keep a group."""
+        file = self._file(number)
+        if file is not None:
+            solved.save(file, self._key(group))
+
+    def _file(self, number: int) -> Path | None:
+        """A single group is not kept: there would be nothing to go on with."""
+        if self.folder is None or self.groups < 2:
+            return None
+        return self.folder / f"group-{number + 1}-of-{self.groups}.alignment"
+
+    def _key(self, group: list[Pair]) -> str:
+        names = [(pair.source.name, pair.target.name) for pair in group]
+        return hashlib.sha256(repr((self.key, names)).encode()).hexdigest()
+
+
+class Alone:
+    """One process: it has every sample and solves every map. Ranks of a job do the same together."""
+
+    rank = 0
+    exact = False  # whether sums are added in float64, so that the number of processes does not show
+
+    def share(self, calibration: Calibration) -> list[tuple[Batch, Batch]]:
+        """This process's micro-batches."""
+        return list(calibration)
+
+    def company(self, calibration: Calibration) -> list[tuple[Batch, Batch]]:  # noqa: ARG002
+        """Micro-batches that it runs because others wait for its part of the weights; not counted."""
+        return []
+
+    def whole(self, model: nn.Module) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """What a pass uses in place of the sharded parameters of a model."""
+        return {}
+
+    def told(self, value: bool) -> bool:
+        """What the first process says."""
+        return value
+
+    def solve(self, statistics: Statistics, group: list[Pair], options: MapOptions, step: Step) -> Solved:
+        """The maps of a group."""
+        return solve_group(statistics, group, options, step)
+
+
 @dataclass
 class Wanted:
     """The sums that a group of pairs needs, each once: by the key that a pair reads, and by its target site."""
@@ -123,7 +185,7 @@ class Wanted:
         statistics.inputs.clear()
         return found
 
-    def solve(self, options: MapOptions, step: Callable[[int], None] = lambda _: None) -> Solved:
+    def solve(self, options: MapOptions, step: Step = lambda _: None) -> Solved:
         """The maps of all sums; each sum is let go with its map."""
         found = Solved()
         readers = Counter(self.reads.values())
@@ -140,7 +202,7 @@ def solve_group(
     statistics: Statistics,
     group: list[Pair],
     options: MapOptions,
-    step: Callable[[int], None] = lambda _: None,
+    step: Step = lambda _: None,
 ) -> Solved:
     """The maps of a group of pairs; consumes the statistics. `step` is told of maps done, two for each pair."""
     wanted = Wanted.of(statistics, group)

@@ -46,27 +46,23 @@ def load(
     transformers = _import("transformers")
     quiet(transformers)
     folder = Path(where)
-    config = _read_json(folder / "config.json")
-    architectures = [architecture] if architecture else config.get("architectures") or ["AutoModel"]
     if architecture is not None and not hasattr(transformers, architecture):
         raise TaskferryError(f"transformers has no class '{architecture}'")
-    cls = type(like) if like is not None else getattr(transformers, str(architectures[0]), transformers.AutoModel)
-    model, info = _from_pretrained(cls, folder, "float32")
-    stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+    named, stored = _class_and_precision(transformers, folder, architecture)
+    model, info = _from_pretrained(named if like is None else type(like), folder, "float32")
     extra = {"unexpected": sorted(info["unexpected_keys"]), "dtype": stored}
     return model, folder, set(info["missing_keys"]), extra
 
 
-def skeleton(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of the folder's class without memory for its parameters, and its configuration."""
+def skeleton(folder: Path) -> tuple[nn.Module, torch.dtype]:
+    """The model of the folder's class without memory for its parameters, and the precision they are stored in."""
     transformers, accelerate = _import("transformers"), _import("accelerate")
     quiet(transformers)
-    config = _read_json(folder / "config.json")
-    cls = getattr(transformers, str((config.get("architectures") or ["AutoModel"])[0]), transformers.AutoModel)
+    cls, stored = _class_and_precision(transformers, folder)
     with accelerate.init_empty_weights(include_buffers=False):  # rotary tables are buffers, and computed
         model = cls._from_config(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
     model.tie_weights()
-    return model.float().eval().requires_grad_(False), config
+    return model.float().eval().requires_grad_(False), stored
 
 
 def write(target: Loaded, tau: TaskVector, scale: float, folder: Path) -> None:
@@ -118,6 +114,14 @@ def quiet(transformers: Any) -> None:
     """No load reports and no progress bars of its own: ours say what matters."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def _class_and_precision(transformers: Any, folder: Path, architecture: str | None = None) -> tuple[Any, torch.dtype]:
+    """The class that a configuration names, or the one asked for; and the precision of its weights."""
+    config = _read_json(folder / "config.json")
+    name = architecture or (config.get("architectures") or ["AutoModel"])[0]
+    stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+    return getattr(transformers, str(name), transformers.AutoModel), stored
 
 
 def _from_pretrained(cls: Any, folder: Path, dtype: str) -> tuple[nn.Module, dict[str, Any]]:

@@ -23,24 +23,38 @@ def check_free(out: Path) -> None:
 
 
 @contextmanager
-def staged_folder(out: Path) -> Iterator[Path]:
-    """A temporary sibling to write into; it becomes `out` at the end, or is removed on any error or interrupt."""
-    check_free(out)
+def staged_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A temporary sibling to write into; it becomes `out` at the end, or is removed on any error or interrupt.
+
+    With `replace` it takes the place of what is there.
+    """
+    if not replace:
+        check_free(out)
     with _disk_full(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        stage = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".part"))
+        stage = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name[:80]}.", suffix=".part"))
     try:
         with _disk_full(out):
             yield stage
             for file in stage.rglob("*"):
                 if file.is_file():
                     _sync(file)
+            if replace:
+                shutil.rmtree(out, ignore_errors=True)
             check_free(out)
             stage.chmod(0o755)
             os.rename(stage, out)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
+
+
+@contextmanager
+def kept_groups(out: Path) -> Iterator[Path]:
+    """A folder beside an output for what is finished; it stays when the work is cut off, and goes when it is done."""
+    keep = out.with_name(f".{out.name}.groups")
+    yield keep
+    shutil.rmtree(keep, ignore_errors=True)
 
 
 @contextmanager

@@ -41,6 +41,7 @@ class Screen(Reporter):
     ) -> None:
         self.silent = quiet or as_json
         self.show_plan = show_plan  # also as JSON, where there is nothing else to come
+        self.wants_plan = show_plan or not self.silent
         self.as_json = as_json
         self.console = console or Console(highlight=False)
         self._progress: Progress | None = None

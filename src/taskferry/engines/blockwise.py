@@ -21,8 +21,6 @@ from taskferry.errors import TaskferryError
 from taskferry.pairing import Pair
 from taskferry.solving import MapOptions, solve_group
 
-Done = Callable[[int], None]
-
 
 def align_blocks(
     source: Walk,
@@ -30,9 +28,9 @@ def align_blocks(
     calibration: Calibration,
     pairs: list[Pair],
     options: MapOptions,
-    done: Done = lambda _: None,
+    done: Callable[[], None] = lambda: None,
 ) -> Iterator[Alignment]:
-    """The maps of each target block, last block first, then of what stands outside the blocks; `done` counts blocks."""
+    """The maps of each target block, last block first, then of what stands outside them; `done` counts blocks."""
     by_block: dict[int | None, list[Pair]] = {}
     for pair in pairs:
         by_block.setdefault(pair.target.block, []).append(pair)
@@ -54,7 +52,7 @@ def align_blocks(
         else:
             yield _solve(source, target, calibration, mine, options, (at, j))
         target.step()
-        done(j)
+        done()
     outside = by_block.get(None, [])
     if outside:
         while at >= 0:

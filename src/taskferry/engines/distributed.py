@@ -11,21 +11,21 @@ goes on where it was.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from taskferry.calibration.batch import Calibration
+from taskferry.calibration.batch import Batch, Calibration
 from taskferry.capture import Statistics
+from taskferry.engines.sharding import shard_blocks
 from taskferry.errors import TaskferryError
 from taskferry.pairing import Pair
-from taskferry.solving import MapOptions, Solved, Wanted
+from taskferry.solving import Alone, MapOptions, Solved, Step, Wanted
 from taskferry.statistics import CrossCovariance
 
 _LOST = ("gloo", "nccl", "connection", "timed out")  # gloo raises plain runtime errors
@@ -37,6 +37,11 @@ def started_by_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def rank_and_size() -> tuple[int, int]:
+    """Of this process in its job, before the ranks have met; (0, 1) for a process of its own."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @contextmanager
 def process_group(timeout: float = TIMEOUT) -> Iterator[Ranks]:
     """The ranks of this job; a rank that is lost ends it with one sentence."""
@@ -45,10 +50,7 @@ def process_group(timeout: float = TIMEOUT) -> Iterator[Ranks]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
-        ranks = Ranks(dist.get_rank(), dist.get_world_size())
-        yield ranks
-        if folder := os.environ.get("TASKFERRY_TRAFFIC"):  # for measuring: what this rank gave away
-            (Path(folder) / str(ranks.rank)).write_text(str(ranks.sent))
+        yield Ranks(dist.get_rank(), dist.get_world_size())
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(word in str(error).lower() for word in _LOST):
             raise
@@ -60,25 +62,42 @@ def process_group(timeout: float = TIMEOUT) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-class Ranks:
+class Ranks(Alone):
     """This process among its peers."""
+
+    exact = True
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.sent = 0  # bytes that this rank gave away
+        self._whole: dict[int, dict[str, Tensor]] = {}  # of every sharded model
 
-    def share(self, calibration: Calibration) -> Calibration | None:
-        """This rank's micro-batches; None where there are fewer than ranks."""
-        mine = list(calibration)[self.rank :: self.size]
-        return Calibration(mine) if mine else None
+    def share(self, calibration: Calibration) -> list[tuple[Batch, Batch]]:
+        """Every so manieth micro-batch; none where there are fewer than ranks."""
+        return list(calibration)[self.rank :: self.size]
 
-    def solve(self, statistics: Statistics, group: list[Pair], options: MapOptions) -> Solved:
+    def company(self, calibration: Calibration) -> list[tuple[Batch, Batch]]:
+        """One more where others have one more, and all of them gather the weights of each block together."""
+        all_of_them = list(calibration)
+        short = len(all_of_them) % self.size and self.rank >= len(all_of_them) % self.size
+        return all_of_them[:1] if short and self._whole else []
+
+    def shard(self, model: nn.Module) -> None:
+        """From now on this rank holds its part of the weights of every block."""
+        self._whole[id(model)] = shard_blocks(model)
+
+    def whole(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """What a pass uses in place of the sharded parameters of a model."""
+        return self._whole.get(id(model), {})
+
+    def solve(self, statistics: Statistics, group: list[Pair], options: MapOptions, step: Step) -> Solved:
         """Sums to their owners, maps to the first rank; the others come back empty-handed."""
         wanted = Wanted.of(statistics, group)
         reads = self._union(wanted.reads)
         mine = Wanted(reads, self._to_owners(wanted.inputs), self._to_owners(wanted.outputs))
         parts: list[Solved | None] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(mine.solve(options), parts, 0)
+        step(2 * len(group))
         found = Solved()
         if parts is not None:
             for part in parts:

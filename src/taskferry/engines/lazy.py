@@ -34,16 +34,14 @@ class LazyModel:
     def __init__(self, given: str, folder: Path, changes: TaskVector | None = None) -> None:
         self.given, self.folder = given, folder
         self.changes = {} if changes is None else dict(changes.deltas)  # added to what is read
-        self.model, config = huggingface.skeleton(folder)
-        self.dtype: torch.dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+        self.model, self.dtype = huggingface.skeleton(folder)
         self.files = _files(folder)
         self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         try:
             self.stored = match_names(self.shapes, self.files)  # parameter -> name in the checkpoint
         except TaskferryError as error:
-            lost = next(
-                name for name in self.shapes if not any(k.endswith(name) or name.endswith(k) for k in self.files)
-            )
+            unknown = (n for n in self.shapes if not any(k.endswith(n) or n.endswith(k) for k in self.files))
+            lost = next(unknown, next(iter(self.shapes), ""))
             raise TaskferryError(
                 f"{given} cannot be walked block by block: its files call '{lost}' by another name; save it again with "
                 "save_pretrained, or use the engine 'whole'"

@@ -61,6 +61,7 @@ def move_one(
 
 
 def _hash(folder: Path) -> str:
+    """Of what is moved alone: whatever else lies in a stranger's folder is not read."""
     digest = hashlib.sha256()
     for name in (CONFIG, WEIGHTS, "adapter_model.bin"):
         path = folder / name

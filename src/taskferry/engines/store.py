@@ -5,16 +5,14 @@ Names come from listings, which may be hostile: a name that leaves the folder is
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from taskferry.checkpoints.output import staged_folder
 from taskferry.errors import TaskferryError
-
-CONFIG = "adapter_config.json"
 
 
 class Store:
@@ -88,16 +86,8 @@ class Store:
         """A folder to write into; it appears under its name when all of it is there, over what was there before."""
         self._check(name)
         if self.fs is None:
-            stage = Path(tempfile.mkdtemp(dir=self.root, prefix=f".{name[:80]}.", suffix=".part"))
-            try:
+            with staged_folder(Path(self.root) / name, replace=True) as stage:
                 yield stage
-                stage.chmod(0o755)
-                final = Path(self.root) / name
-                if final.exists():
-                    shutil.rmtree(final)
-                stage.rename(final)
-            finally:
-                shutil.rmtree(stage, ignore_errors=True)
             return
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)

@@ -4,7 +4,7 @@
     >>> walk.forward()                          # block inputs to disk, the loss, its gradient at the last block
     >>> with walk.block(j):                     # the weights of block j
     ...     collect(..., walk.side(j), ...)     # a loss whose backward is that of the whole model
-    >>> walk.step(j)                            # on to block j − 1
+    >>> walk.step()                             # on to block j − 1
 
 The model's own forward is run with its blocks replaced by stand-ins, so embeddings, masks, rotary positions, norms and
 heads are the model's own code. A stand-in notes what its block is called with; the last one returns the hidden states
@@ -26,9 +26,8 @@ from taskferry.calibration.batch import Batch
 from taskferry.capture import Loss, Side, frozen
 from taskferry.engines.lazy import LazyModel
 from taskferry.errors import TaskferryError
-from taskferry.families.base import split_path
 from taskferry.files import write_plain_safetensors
-from taskferry.finding import find_sites
+from taskferry.finding import block_paths, find_sites
 from taskferry.objectives import ForwardOnly, Objective
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a block is called with beside the hidden states
@@ -131,7 +130,6 @@ class Walk:
                 with self.block(0):  # a tensor, or a tuple that begins with one: the loop above it expects the same
                     self._returns = self._block(0)(caught[0][0], *caught[0][1][0], **caught[0][1][1])
             entered: list[Tensor] = []
-            self._current = k
             with self._stand_ins(k, entered, calls=self.calls[k], through=True):
                 forward(batch)
             if len(self.calls[k]) != len(self.blocks):
@@ -274,15 +272,11 @@ def _identity(batch: Batch) -> int:
 
 
 def _block_paths(sites: Sequence[Any], given: str) -> list[str]:
-    stacks = {site.stack for site in sites if site.block is not None}
+    blocks = block_paths(sites)
+    stacks = {stack for stack, _ in blocks}
     if len(stacks) != 1:
         raise TaskferryError(
             f"{given} has {len(stacks)} stacks of blocks: block by block walks one (an encoder or a decoder); "
             "use the engine 'whole'"
         )
-    paths: dict[int, str] = {}
-    for site in sites:
-        if site.block is not None:
-            before, number, _ = split_path(site.weight)
-            paths[site.block] = f"{before}.{number}"
-    return [paths[j] for j in sorted(paths)]
+    return list(blocks.values())
