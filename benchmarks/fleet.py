@@ -77,12 +77,14 @@ def make_adapters(folder: Path, count: int, poisoned: int) -> None:
 def bare_loop(adapters: list[Path], alignment: Alignment, out: Path) -> float:
     """Adapters a second of reading, two products a module and writing, with no code of ours."""
     torch.set_num_threads(1)
-    maps = {}
+    maps: dict[str, list[Any]] = {}  # source module -> its target modules: a deeper target has several
     for pair in alignment.pairs:
-        maps[pair.source.weight.removesuffix(".weight")] = (
-            pair.target.weight.removesuffix(".weight"),
-            alignment.R_in[pair.reads].dense(),
-            alignment.R_out[pair.target.name].dense(),
+        maps.setdefault(pair.source.weight.removesuffix(".weight"), []).append(
+            (
+                pair.target.weight.removesuffix(".weight"),
+                alignment.R_in[pair.reads].dense(),
+                alignment.R_out[pair.target.name].dense(),
+            )
         )
     started = time.perf_counter()
     for folder in adapters:
@@ -90,9 +92,9 @@ def bare_loop(adapters: list[Path], alignment: Alignment, out: Path) -> float:
         moved = {}
         for key, value in tensors.items():
             module, side = key.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".", 1)
-            name, R_in, R_out = maps[module]
-            product = value @ R_in if side == "lora_A" else R_out.T @ value
-            moved[f"base_model.model.{name}.{side}.weight"] = product.contiguous()
+            for name, R_in, R_out in maps[module]:
+                product = value @ R_in if side == "lora_A" else R_out.T @ value
+                moved[f"base_model.model.{name}.{side}.weight"] = product.contiguous()
         (out / folder.name).mkdir()
         save_file(moved, out / folder.name / "adapter_model.safetensors")
         shutil.copyfile(folder / "adapter_config.json", out / folder.name / "adapter_config.json")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,16 @@ class Alignment:
         moved = {name: part.delta() for name, part in assembly.items() if part.parts}
         return TaskVector(moved, self._coverage(assembly, set(deltas) - used))
 
+    @cached_property
+    def _lost_parts(self) -> dict[str, list[str]]:
+        """Packed parameter -> its parts that are not moved, with the reasons."""
+        lost: dict[str, list[str]] = {}
+        for site, why in self.reasons.items():
+            name, part, _ = site.partition("#")
+            if part:
+                lost.setdefault(name, []).append(f"{site}: {why}")
+        return lost
+
     def _coverage(self, assembly: Mapping[str, _Assembly], unused: set[str]) -> Coverage:
         rows = []
         for name, shape in self.target_parameters.items():
@@ -104,7 +115,7 @@ class Alignment:
                 rows.append(Row(name, shape, "kept", self.reasons.get(name, "no site uses it")))
                 continue
             reason = f"{NO_CHANGE} ({', '.join(part.missing)})" if part.parts and part.missing else ""
-            lost = [f"{site}: {why}" for site, why in self.reasons.items() if site.startswith(f"{name}#")]
+            lost = self._lost_parts.get(name, [])
             if part.parts:
                 whole = not part.missing and not lost
                 reason = "; ".join(filter(None, [reason, *lost]))

@@ -26,7 +26,7 @@ def check_free(out: Path) -> None:
 def staged_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """A temporary sibling to write into; it becomes `out` at the end, or is removed on any error or interrupt.
 
-    With `replace` it takes the place of what is there.
+    With `replace` it takes the place of what is there, and only what its writers sync is sure to outlast a power cut.
     """
     if not replace:
         check_free(out)
@@ -36,11 +36,12 @@ def staged_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
     try:
         with _disk_full(out):
             yield stage
-            for file in stage.rglob("*"):
-                if file.is_file():
-                    _sync(file)
             if replace:
                 shutil.rmtree(out, ignore_errors=True)
+            else:
+                for file in stage.rglob("*"):
+                    if file.is_file():
+                        _sync(file)
             check_free(out)
             stage.chmod(0o755)
             os.rename(stage, out)

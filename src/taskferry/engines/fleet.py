@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from taskferry.alignment import Alignment
-from taskferry.engines.moving import Moved, move_one
+from taskferry.engines.moving import Moved, Way, move_one
 from taskferry.engines.store import Store
 from taskferry.engines.summary import summary_page
 from taskferry.errors import TaskferryError
@@ -158,7 +158,7 @@ def _by_move(batch: Sequence[tuple[Move, str]]) -> list[list[tuple[Move, str]]]:
     return list(parts.values())
 
 
-_OPENED: dict[str, Alignment] = {}  # in a worker: alignments that are open already
+_OPENED: dict[str, Way] = {}  # in a worker: alignments that are open already
 
 
 def _move_batch(
@@ -169,7 +169,7 @@ def _move_batch(
 
     torch.set_num_threads(1)
     if move not in _OPENED:
-        _OPENED[move] = _from_portable(portable)
+        _OPENED[move] = Way.of(_from_portable(portable))
     inputs, outputs = Store(adapters), Store(out)
     return [asdict(move_one(_OPENED[move], move, base, name, inputs, outputs, scale)) for name in names]
 

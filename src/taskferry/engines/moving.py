@@ -29,9 +29,23 @@ class Moved:
     again: bool = False  # whether the output was there already, made from the same input
 
 
-def move_one(
-    alignment: Alignment, move: str, base: str, name: str, inputs: Store, outputs: Store, scale: float
-) -> Moved:
+@dataclass(frozen=True)
+class Way:
+    """An alignment with what every adapter on its way must fit, at both ends."""
+
+    alignment: Alignment
+    source: Skeleton
+    target: Skeleton
+
+    @classmethod
+    def of(cls, alignment: Alignment) -> Way:
+        """Made once for all adapters."""
+        source = Skeleton.from_sites(alignment.source_parameters, [p.source for p in alignment.pairs], "")
+        target = Skeleton.from_sites(alignment.target_parameters, [p.target for p in alignment.pairs], "")
+        return cls(alignment, source, target)
+
+
+def move_one(way: Way, move: str, base: str, name: str, inputs: Store, outputs: Store, scale: float) -> Moved:
     """Read, apply, write; an output made from the same bytes is not made again."""
     started = time.perf_counter()
 
@@ -44,12 +58,11 @@ def move_one(
             place = f"{move}--{name}"
             if _made_from(outputs, place) == made_from:
                 return Moved(name, move, "done", seconds=time.perf_counter() - started, again=True)
-            source = Skeleton.from_sites(alignment.source_parameters, [p.source for p in alignment.pairs], "")
-            adapter = read_adapter(folder, source)
-            moved = alignment.apply(adapter.tau) * scale
-            target = Skeleton.from_sites(alignment.target_parameters, [p.target for p in alignment.pairs], "")
+            adapter = read_adapter(folder, way.source)
+            moved = way.alignment.apply(adapter.tau)
+            moved = moved if scale == 1 else moved * scale
             with outputs.staged(place) as stage:
-                write_adapter(stage, moved, target, base_name=base, like=adapter)
+                write_adapter(stage, moved, way.target, base_name=base, like=adapter)
                 coverage = {} if moved.coverage is None else {"coverage_summary": moved.coverage.summary()}
                 record = {"made_from": made_from, "move": move, "scale": scale, **coverage}
                 (stage / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
