@@ -21,11 +21,12 @@ class Stages(Reporter):
 
     def __init__(self, inner: Reporter) -> None:
         self.inner = inner
+        self.wants_plan = inner.wants_plan
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def plan(self, plan: Plan, lines: Mapping[str, str]) -> None:
-        """What came before the plan: models loaded, samples prepared."""
+        """What comes before the work: models loaded, samples prepared, a trial for the plan."""
         self.ends("prepare")
         self.inner.plan(plan, lines)
 
