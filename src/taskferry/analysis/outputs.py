@@ -35,6 +35,10 @@ def output_similarity(
         with moved_by(target, tau) as set_scale:
             set_scale(scale)
             rows = agreement(tuned, target, batches)
-        curves[name] = dict(by_block(rows, lambda row: 1 - row.outputs.direction))
-        curves[name] |= {(row.site, None): 1 - row.outputs.direction for row in rows if row.block is None}
+        found = curves.setdefault(name, {})
+        for (stack, block), value in by_block(rows, lambda row: 1 - row.outputs.direction).items():
+            found[stack, block] = value
+        for row in rows:
+            if row.block is None:
+                found[row.site, None] = 1 - row.outputs.direction
     return curves
