@@ -161,6 +161,8 @@ def draw(results: Mapping[str, Any]) -> str:
     for pair in PAIRS:
         kind = pair.replace(" ", "-")
         for name, figure in all_figures({**results[pair], "outputs": None}).items():
+            if (pair, name) == ("other width", "similarity-out"):
+                continue  # it says what the one at equal width says
             (IMAGES / f"analysis-{kind}-{name.removeprefix('similarity-')}.svg").write_text(alone(figure.draw()))
     outputs = outputs_figure(results["same width"]["outputs"])
     (IMAGES / "analysis-outputs.svg").write_text(alone(outputs.draw()))
@@ -180,7 +182,7 @@ def table(results: Mapping[str, Any]) -> str:
 
                 def mean(what: str, mine: list[Any] = mine) -> str:
                     values = [r[what] for r in mine if r[what] is not None]
-                    return f"{statistics.mean(values):.2f}" if values else ""
+                    return f"{round(statistics.mean(values), 2) + 0.0:.2f}" if values else ""  # no minus before a zero
 
                 name = f"{' → '.join(found['pair'])}, {word}, {words}"
                 rows.append([name, *map(mean, ("cka", "cka_after", "cosine", "cosine_after", "norms_kept"))])
@@ -225,7 +227,6 @@ def pages() -> None:
 
 def picture(made: Mapping[str, Path]) -> None:
     """PNG of the first screens of each page, light and dark, in few colours so that they stay small."""
-    from PIL import Image
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
@@ -240,9 +241,19 @@ def picture(made: Mapping[str, Path]) -> None:
                 shot = IMAGES / f"report-{kind}-{device}.png"
                 height = 2400 if device == "phone" else 1600
                 page.screenshot(path=shot, full_page=True, clip={"x": 0, "y": 0, "width": width, "height": height})
-                Image.open(shot).convert("RGB").quantize(64).save(shot, optimize=True)
+                _shrink(shot)
+                if (kind, device) == ("transfer", "desktop"):
+                    curves = page.locator("section").filter(has=page.get_by_role("heading", name="Curves"))
+                    curves.screenshot(path=IMAGES / "report-transfer-curves.png")
+                    _shrink(IMAGES / "report-transfer-curves.png")
                 context.close()
         browser.close()
+
+
+def _shrink(path: Path) -> None:
+    from PIL import Image
+
+    Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def main() -> None:

@@ -79,6 +79,10 @@ def test_the_page_of_a_transfer_has_the_numbers_of_its_record(world: Path, brows
         page = opened.page
         assert record["verdict"]["sentence"] in page.inner_text(".verdict")
         assert record["command"] in page.inner_text("pre")
+        assert page.evaluate("() => document.querySelectorAll('svg').length") == 2  # similarity and spectrum
+        labels = page.evaluate("() => [...document.querySelectorAll('svg text')].map(t => t.textContent)")
+        assert {"singular value", "similarity after alignment"} <= set(labels)
+        assert not [label for label in labels if re.search(r"[$\\\\{]", label)]  # no formula that nobody has read
         for side, word in (("in", "reads"), ("out", "writes")):
             for what in ("residual", "rank"):
                 shown = grid(page, f"{what.capitalize()}: what it {word}")

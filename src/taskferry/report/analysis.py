@@ -122,7 +122,9 @@ def outputs_figure(rows: Rows) -> Figure:
     order = ""
     for name in dict.fromkeys(str(row["row"]) for row in rows):
         means = _block_means([row for row in rows if row["row"] == name], lambda row: row["cosine"])
-        curves.append(figures.Line(name, list(range(len(means))), list(means.values()), dashed=not curves))
+        x, first = list(range(len(means))), not curves  # the target as it is
+        colour = figures.OF_ROW.get(name)
+        curves.append(figures.Line(name, x, list(means.values()), dashed=first, colour=colour, plain=first))
         order = _order(means)
     draw = partial(figures.lines, curves, x="block of the target", y="cosine to the tuned target", height=3.4)
     words = "; ".join(f"{c.name} {c.y[-1]:.3f}" for c in curves)

@@ -13,8 +13,6 @@ from taskferry.report import figures
 from taskferry.report.parts import Cell, Figure, Number, Part, Report, Row, Section, Table, Text
 from taskferry.report.transfer import number
 
-# One colour and mark for one row in every figure; the rest take what is left.
-_SERIES = {"bico": 0, "theseus": 1, "bico, automatic scale": 2, "naive": 6, "bico, input-only": 3, "gradfix": 4}
 _SHOWN = ("naive", "theseus", "gradfix", "bico, input-only", "bico", "bico, automatic scale")
 _FIRST = ("theseus", "bico", "bico, automatic scale")
 _LEVELS = (TARGET, ORACLE)
@@ -82,8 +80,9 @@ def _curve(title: str, by_count: Mapping[int, Sequence[Line]], counted: str, gai
         values = [at[c].gain if gain else at[c].average for c in at]
         spread = [at[c].spread or 0.0 for c in at]
         band = spread if any(spread) else None
-        level, colour = row in _LEVELS, _SERIES.get(row, place)
-        curves.append(figures.Line(row, list(at), values, band, dashed=row == ORACLE, colour=colour, plain=level))
+        level, colour = row in _LEVELS, figures.OF_ROW.get(row, place)
+        name = "oracle" if row == ORACLE else row
+        curves.append(figures.Line(name, list(at), values, band, dashed=row == ORACLE, colour=colour, plain=level))
         table.append([row, *(number(at[c].gain if gain else at[c].average) if c in at else None for c in counts)])
     what = "gain over the target" if gain else "accuracy"
     draw = partial(figures.lines, curves, x=_axis(counted), y=what, logarithmic="x", ticks=counts, height=3.4)

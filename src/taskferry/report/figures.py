@@ -24,6 +24,8 @@ SERIES = ("#a00001", "#a00002", "#a00003", "#a00004", "#a00005", "#a00006", "#a0
 _VARIABLES = {INK: "--ink", MUTED: "--muted", FAINT: "--line"} | {c: f"--c{i + 1}" for i, c in enumerate(SERIES)}
 # Okabe and Ito's colours, told apart with any kind of colour vision; the marks differ as well.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b6b6b")
+# One colour and mark for one row in every figure.
+OF_ROW = {"bico": 0, "theseus": 1, "bico, automatic scale": 2, "bico, input-only": 3, "gradfix": 4, "naive": 6}
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH, HEIGHT = 4.8, 3.2  # inches; text stays readable when a phone shows it smaller
 LONGEST = 34  # characters of a name beside a curve; the tables have all of it
@@ -125,9 +127,11 @@ def _finish(
     axes.set_ylabel(plain(y))
     if "x" in logarithmic:
         axes.set_xscale("log")
+        _plain_ticks(axes.xaxis)
     if "y" in logarithmic:
         axes.set_yscale("log")
-    if whole and ticks is None:  # blocks and steps: no ticks between them
+        _plain_ticks(axes.yaxis)
+    if whole and ticks is None and "x" not in logarithmic:  # blocks and steps: no ticks between them
         axes.xaxis.get_major_locator().set_params(integer=True)
     if ticks is not None:
         axes.set_xticks(list(ticks), [f"{t:g}" for t in ticks])
@@ -136,10 +140,25 @@ def _finish(
         axes.set_ylim(low, high)
     axes.grid(axis="y", color=FAINT, linewidth=0.7)
     if entries > 1:
+        names = sorted(len(name) for name in axes.get_legend_handles_labels()[1])
         # Above the axes: no curve lies under it, at any number of entries.
         axes.legend(
-            loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, frameon=False, borderaxespad=0.3, columnspacing=1.2
+            loc="lower left",
+            bbox_to_anchor=(-0.02, 1.0),
+            ncols=2 if sum(names[-2:]) < 56 else 1,
+            frameon=False,
+            borderaxespad=0.3,
+            columnspacing=1.2,
         )
+
+
+def _plain_ticks(axis: Any) -> None:
+    """Numbers as they are: matplotlib would write powers as formulas, which nothing here reads."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 @contextmanager
@@ -198,7 +217,7 @@ def _svg(figure: Any) -> str:
 
 def alone(svg: str) -> str:
     """The same drawing as a file of its own, in colours that are seen on light and dark grounds."""
-    colours = {"--ink": "#1f2937", "--muted": "#6b7280", "--line": "#9ca3af"}
+    colours = {"--ink": "#1f2937", "--muted": "#6b7280", "--line": "#d1d5db"}
     colours |= {f"--c{i + 1}": colour for i, colour in enumerate(COLOURS)}
     for variable, colour in colours.items():
         svg = svg.replace(f"var({variable})", colour)

@@ -56,8 +56,9 @@ dl { margin: 0 } dd { margin: 0; overflow-wrap: anywhere }
 table { border-collapse: collapse; font-size: .9375rem; font-variant-numeric: tabular-nums }
 caption { text-align: left; color: var(--muted); padding: 0 0 .45rem; font-size: .9375rem }
 th, td { padding: .34rem .8rem .34rem 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top }
-thead th { color: var(--muted); font-weight: 500; font-size: .875rem; vertical-align: bottom }
-tbody th { font-weight: 400; min-width: 8.5rem; position: sticky; left: 0; background: var(--paper) }
+thead th { color: var(--muted); font-weight: 500; font-size: .875rem; line-height: 1.35; vertical-align: bottom }
+thead .n { white-space: normal; max-width: 8rem }
+tbody th { font-weight: 400; min-width: 11rem; position: sticky; left: 0; background: var(--paper) }
 .n { text-align: right; white-space: nowrap; padding-left: .5rem }
 .strong > * { font-weight: 650 }
 .grid caption { white-space: nowrap }
@@ -74,12 +75,13 @@ tbody th { font-weight: 400; min-width: 8.5rem; position: sticky; left: 0; backg
 figure { margin: 0 0 1.25rem; min-width: 0 }
 figure svg { display: block; width: 100%; height: auto; max-width: 30rem; stroke-linejoin: round }
 figcaption { color: var(--muted); font-size: .9375rem; margin-top: .4rem; max-width: 30rem }
-details { margin-top: .4rem; font-size: .9375rem } summary { cursor: pointer; color: var(--link) }
+details { margin: .4rem 0 1rem; font-size: .9375rem } summary { cursor: pointer; color: var(--link) }
 details > .scroll, details > dl { margin: .5rem 0 0 }
 pre { margin: 0 0 1rem; padding: .8rem 1rem; background: var(--card); border-radius: .5rem; white-space: pre-wrap;
   overflow-wrap: anywhere; direction: ltr; font: .875rem/1.6 ui-monospace, "SF Mono", Menlo, Consolas, monospace }
 footer { color: var(--muted); font-size: .875rem; padding-bottom: 2.5rem; overflow-wrap: anywhere }
-@media (max-width: 34rem) { tbody th { max-width: 52vw } .grid tbody th { max-width: none }
+@media (max-width: 34rem) { tbody th { min-width: 8.5rem; max-width: 52vw } .grid tbody th { max-width: none }
+  .status td { min-width: 1.6rem } .grid th, .grid td { padding: .2rem .25rem }
   .facts { grid-template-columns: minmax(0, 1fr); gap: 0 }
   .facts dd { margin-bottom: .55rem } .tiles dd { font-size: 1.3rem } }
 @media print { body { font-size: 10pt; -webkit-print-color-adjust: exact; print-color-adjust: exact }

@@ -52,8 +52,9 @@ def transfer_report(record: Record, name: str) -> Report:
 
 
 def short(given: object) -> str:
-    """The last word of a path or hub id."""
-    return PurePath(str(given)).name or str(given)
+    """The last word of a path or hub id, without the ending of a file of weights."""
+    path = PurePath(str(given))
+    return (path.stem if path.suffix in (".safetensors", ".pt", ".bin") else path.name) or str(given)
 
 
 def number(value: float, digits: int = 4) -> Number:
@@ -92,6 +93,7 @@ def coverage_section(coverage: Record) -> Section:
     rows = coverage["rows"]
     status = {row["parameter"]: row["status"] for row in rows}
     maps: list[Part] = []
+    folds: list[Part] = []
     found = stacks(status)
     for stack, (roles, blocks) in found.items():
         cells = {}
@@ -99,7 +101,11 @@ def coverage_section(coverage: Record) -> Section:
             place = place_of(name)
             if place is not None and place[0] == stack:
                 cells[place[1], place[2]] = str(what)
-        maps.append(StatusMap(stack, roles, blocks, cells))
+        part = StatusMap(stack, roles, blocks, cells)
+        if any(what != "kept" for what in cells.values()):
+            maps.append(part)
+        else:
+            folds.append(Fold(f"{stack}: nothing of it moved", part))
     tables: list[Part] = []
     reasons = Counter(row["reason"] for row in rows if row["status"] != "moved")
     why: list[list[Cell]] = [[reason, Number(n, str(n))] for reason, n in reasons.most_common()]
@@ -112,7 +118,8 @@ def coverage_section(coverage: Record) -> Section:
     ]
     if outside:
         tables.append(Table("Outside of the blocks", ["parameter", "what happened"], outside, words=2))
-    return Section("What moved", [Text(legend(), "note"), Row([*maps, Stack(tables)])])
+    parts = [Row([Stack([*maps, *folds]), Stack(tables)])] if len(maps) < 2 else [Row(maps), *folds, Row(tables)]
+    return Section("What moved", [Text(legend(), "note"), *parts])
 
 
 def _maps(sites: Sequence[Record]) -> list[Section]:
@@ -212,7 +219,10 @@ def _similarity_figure(sites: Sequence[Record]) -> Figure | None:
 
 
 def _spectrum_figure(spectrum: Record) -> Figure:
-    before, after = ([float(v) for v in spectrum[key] if float(v) > 0] for key in ("before", "after"))
+    # What lies so far below the first value is rounding, and would flatten all that is not.
+    before, after = (
+        [float(v) for v in spectrum[key] if float(v) > 1e-4 * float(spectrum[key][0])] for key in ("before", "after")
+    )
     curves = [
         figures.Line("in the source", range(1, len(before) + 1), before),
         figures.Line("moved, at scale 1", range(1, len(after) + 1), after),
