@@ -20,7 +20,6 @@ from taskferry.errors import TaskferryError
 from taskferry.finding import find_sites
 from taskferry.objectives import ForwardOnly
 from taskferry.pairing import Pair
-from taskferry.sites import Site
 
 FORWARD = Signals(inputs="activations", outputs="activations")
 
@@ -72,11 +71,6 @@ def by_block(rows: Iterable[Agreement], value: Callable[[Agreement], float]) -> 
         if row.block is not None:
             found.setdefault((row.stack, row.block), []).append(value(row))
     return {place: statistics.mean(found[place]) for place in sorted(found)}
-
-
-def blocks_of(sites: Iterable[Site]) -> list[tuple[str, int]]:
-    """The blocks of a model, in order."""
-    return sorted({(site.stack, site.block) for site in sites if site.block is not None})
 
 
 @dataclass

@@ -10,7 +10,7 @@ so before the alignment it exists for equal widths alone; CKA compares the geome
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -157,9 +157,3 @@ def _kept(G: Tensor, R: Map) -> tuple[float, float]:
     kept = float((R.dense().to(G) * RG.T).sum()) / total if total else 0.0
     size = float(torch.linalg.matrix_norm(G))
     return kept, max(0.0, error) ** 0.5 / size if size else 0.0
-
-
-def mean_of(rows: Sequence[SiteSimilarity], what: str, side: str) -> float | None:
-    """The mean over blocks."""
-    values = list(by_block(rows, what, side).values())
-    return statistics.mean(values) if values else None

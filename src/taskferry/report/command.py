@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from taskferry.analysis.study import KIND
 from taskferry.bench.tables import collect, refusals, to_json
 from taskferry.checkpoints.output import staged_folder
 from taskferry.errors import TaskferryError
@@ -51,7 +52,7 @@ def read_report(file: Path) -> Report:
         data = _read(file)
         if "verdict" in data:
             return transfer_report(data, file.parent.name)
-        if data.get("kind") == "analysis":
+        if data.get("kind") == KIND:
             return analysis_report(data, file.name)
         if "scores" in data and "refusals" in data:
             return comparison_report(data, file.name)
