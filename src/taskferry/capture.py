@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -61,14 +61,38 @@ class Side:
         return family_of(self.model)
 
 
-@dataclass
-class Statistics:
-    """Sums for a group of pairs. Sites that read the same tensors share one entry of `inputs`."""
+class Sums(Protocol):
+    """Takes the rows of both models, token by token the same, one micro-batch after the other."""
 
-    inputs: dict[str, CrossCovariance] = field(default_factory=dict)  # by the first target site that reads it
-    outputs: dict[str, CrossCovariance] = field(default_factory=dict)  # by target site
+    def add(self, X_A: Tensor, X_B: Tensor, keep: int | None = None) -> None:
+        """X_A: [M, d_A], X_B: [M, d_B]; `keep` is the number of rows that may stand for all."""
+
+
+S = TypeVar("S", bound=Sums)
+
+
+@dataclass
+class Paired(Generic[S]):
+    """What a capture keeps for a group of pairs. Sites that read the same tensors share one entry of `inputs`."""
+
+    inputs: dict[str, S] = field(default_factory=dict)  # by the first target site that reads it
+    outputs: dict[str, S] = field(default_factory=dict)  # by target site
     reads: dict[str, list[str]] = field(default_factory=dict)  # target site -> keys of `inputs`, one a use
+
+    def start(self, inputs: bool, site: str, d_A: int, d_B: int) -> S:  # noqa: ARG002
+        """Empty sums for the inputs (or the outputs) of a target site."""
+        raise TypeError(f"{type(self).__name__} does not say what it keeps")
+
+
+@dataclass
+class Statistics(Paired[CrossCovariance]):
+    """Cross-covariances."""
+
     exact: bool = False
+
+    def start(self, inputs: bool, site: str, d_A: int, d_B: int) -> CrossCovariance:  # noqa: ARG002
+        """An empty cross-covariance."""
+        return self.sums(d_A, d_B)
 
     def sums(self, d_A: int, d_B: int) -> CrossCovariance:
         """An empty sum of this kind."""
@@ -111,19 +135,34 @@ def collect(
 
     Memory: the sums, one graph at a time, and the source's activations and gradients of one micro-batch.
     """
-    by_target = {pair.target.name: pair for pair in pairs}
     statistics = Statistics(exact=exact)
+    collect_into(statistics, source, target, pairs, calibration, on_batch, signals, tokens_per_width, company)
+    return statistics
+
+
+def collect_into(
+    kept: Paired[S],
+    source: Side,
+    target: Side,
+    pairs: Iterable[Pair],
+    calibration: Calibration | Sequence[tuple[Batch, Batch]],
+    on_batch: Callable[[], None] | None = None,
+    signals: Signals = BICO,
+    tokens_per_width: float | None = None,
+    company: Sequence[tuple[Batch, Batch]] = (),
+) -> None:
+    """Show both models the calibration set, and the rows of all pairs to what is kept of them."""
+    by_target = {pair.target.name: pair for pair in pairs}
     share = None if tokens_per_width is None else tokens_per_width / max(1, len(calibration))
     copy = False
     with torch.inference_mode(False), frozen(source.model), frozen(target.model), torch.enable_grad():
         for number, (batch_A, batch_B) in enumerate((*calibration, *company)):
-            into = statistics if number < len(calibration) else Statistics()
+            into: Paired[Any] = kept if number < len(calibration) else Statistics()
             micro_batch = _MicroBatch(source, target, by_target, into, signals, batch_A, batch_B, copy, share)
             micro_batch.run()
             copy = micro_batch.copy
-            if on_batch is not None and into is statistics:
+            if on_batch is not None and into is kept:
                 on_batch()
-    return statistics
 
 
 @contextmanager
@@ -149,7 +188,7 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if parameter is None else parameter.device
 
 
-class _MicroBatch:
+class _MicroBatch(Generic[S]):
     """The state of one micro-batch: the source's rows, and what the target has already been paired with."""
 
     def __init__(
@@ -157,7 +196,7 @@ class _MicroBatch:
         source: Side,
         target: Side,
         by_target: dict[str, Pair],
-        statistics: Statistics,
+        kept: Paired[S],
         signals: Signals,
         batch_A: Batch,
         batch_B: Batch,
@@ -166,7 +205,7 @@ class _MicroBatch:
     ) -> None:
         self.source, self.target = source, target
         self.by_target = by_target
-        self.statistics = statistics
+        self.kept = kept
         self.signals = signals
         self.batch_A = batch_A.to(device_of(source.model))
         self.batch_B = batch_B.to(device_of(target.model))
@@ -240,16 +279,16 @@ class _MicroBatch:
         if key is None:
             key = call.site.name if call.index == 0 else f"{call.site.name}@{call.index}"
             self.shared[tensors] = key
-            self._add(self.statistics.inputs, key, call, self.inputs[at], rows)
+            self._add(self.kept.inputs, key, call, self.inputs[at], rows)
         self._take(self.inputs, "in", at)
-        keys = self.statistics.reads.setdefault(call.site.name, [])
+        keys = self.kept.reads.setdefault(call.site.name, [])
         if key not in keys:
             keys.append(key)
 
     def _pair_output(self, call: Call, rows: Tensor) -> None:
         at = (self.by_target[call.site.name].source.name, call.index)
         if at in self.outputs:
-            self._add(self.statistics.outputs, call.site.name, call, self.outputs[at], rows)
+            self._add(self.kept.outputs, call.site.name, call, self.outputs[at], rows)
             self._take(self.outputs, "out", at)
 
     def _take(self, held: dict[tuple[str, int], Tensor], side: str, at: tuple[str, int]) -> None:
@@ -258,13 +297,15 @@ class _MicroBatch:
         if self.taken[(side, *at)] == self.takers[at[0]]:
             del held[at]
 
-    def _add(self, sums: dict[str, CrossCovariance], key: str, call: Call, rows_A: Tensor, rows_B: Tensor) -> None:
+    def _add(self, sums: dict[str, S], key: str, call: Call, rows_A: Tensor, rows_B: Tensor) -> None:
         pair = self.by_target[call.site.name]
         try:
             tokens = self._match(pair, rows_A.shape[1], rows_B.shape[1])
-            covariance = sums.setdefault(key, self.statistics.sums(rows_A.shape[-1], rows_B.shape[-1]))
+            if key not in sums:
+                inputs = sums is self.kept.inputs
+                sums[key] = self.kept.start(inputs, call.site.name, rows_A.shape[-1], rows_B.shape[-1])
             keep = None if self.share is None else math.ceil(self.share * max(rows_A.shape[-1], rows_B.shape[-1]))
-            covariance.add(tokens.source(rows_A), tokens.target(rows_B), keep)
+            sums[key].add(tokens.source(rows_A), tokens.target(rows_B), keep)
         except ValueError as error:
             raise TaskferryError(
                 f"{pair.source.name} {list(rows_A.shape)} with {pair.target.name} {list(rows_B.shape)}: {error}"

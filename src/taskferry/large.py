@@ -35,12 +35,13 @@ from taskferry.preparing import Prepared, prepare
 from taskferry.scale import ScaleCurve
 from taskferry.settings import TransferSettings, dump_settings
 from taskferry.solving import MapOptions
+from taskferry.stages import Stages
 from taskferry.taskvector import Delta, TaskVector, as_dense
 from taskferry.version import __version__
 
 
 def transfer_blockwise(
-    settings: TransferSettings, *, command: str, reporter: Reporter, dry_run: bool = False
+    settings: TransferSettings, *, command: str, reporter: Stages, dry_run: bool = False
 ) -> Outcome | None:
     """Walk both models, move block by block, write each block as it is done, look at the loss once more."""
     scale = _check(settings)
@@ -70,9 +71,10 @@ def transfer_blockwise(
         if dry_run:
             return None
         with staged_folder(settings.out) as folder:
+            reporter.ends("prepare")
             job = _Job(settings, scale, walks[0], walks[1], tuned, kind, folder, reporter)
             job.move(pairs, prepared)
-            record = job.record(command, prepared, reasons)
+            record = {**job.record(command, prepared, reasons), "work": reporter.work()}
             finish(folder, record, dump_settings(settings), adapter=kind == "lora")
     return Outcome(record, settings.out)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from taskferry.alignment import Alignment
+from taskferry.analysis.spectrum import before_and_after
 from taskferry.card import hash_files, site_table
 from taskferry.checkpoints import (
     Loaded,
@@ -35,6 +36,7 @@ from taskferry.preparing import Prepared, prepare
 from taskferry.scale import ScaleCurve, calibration_loss, moved_by, scale_on_calibration
 from taskferry.settings import ApplySettings, FitSettings, MapSettings, PlanSettings, TransferSettings, dump_settings
 from taskferry.solving import Alone
+from taskferry.stages import Stages
 from taskferry.taskvector import TaskVector
 
 LOOKS = 8  # forward passes of the target that choosing a scale takes, usually
@@ -44,7 +46,7 @@ def transfer(
     settings: TransferSettings, *, command: str, reporter: Reporter | None = None, dry_run: bool = False
 ) -> Outcome | None:
     """Fit, apply, choose the scale, write, load again and check. None for a dry run."""
-    reporter = reporter or Reporter()
+    reporter = Stages(reporter or Reporter())
     if settings.engine == "blockwise":
         return transfer_blockwise(settings, command=command, reporter=reporter, dry_run=dry_run)
     check_free(settings.out)
@@ -60,12 +62,14 @@ def transfer(
         reporter.plan(plan, _plan_lines(settings, tuned, prepared, kind))
     if dry_run:
         return None
+    reporter.ends("prepare")
     with kept_groups(settings.out) as keep:
         moved, provenance, sites = _move(settings, own, source, target, tuned, prepared, reporter, keep)
     if not len(moved):
         raise TaskferryError(f"nothing of {settings.source_tuned} moved: {summary(moved)}")
     if kind == "lora" and settings.rank is None and settings.energy is None and not moved.low_rank:
         raise TaskferryError(f"the method {settings.method} makes a dense change of a LoRA: write it with --as-model")
+    reporter.ends("apply")
     # Cut first: the scale and the verdict are those of what is written.
     final, extra = in_form(settings, kind, moved)
     loss = prepared.objectives[1].bind(target.model, prepared.calibration.side(1))
@@ -84,10 +88,12 @@ def transfer(
         "verdict": verdict(curve, final),
         "scale_curve": curve.points,
         "sites": sites,
+        "spectrum": before_and_after(tuned.tau, moved),
         "ignored": dict(tuned.ignored),
         **extra,
     }
-    record = with_coverage(record, final)
+    reporter.ends("record")
+    record = with_coverage({**record, "work": reporter.work()}, final)
     if not curve.helps:
         return Outcome(record, None)
     final = curve.best * final

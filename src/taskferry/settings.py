@@ -148,6 +148,21 @@ class CompareSettings(CalibrationSettings):
     out: Path | None = Field(None, description="write the table as JSON and Markdown here")
 
 
+class AnalyzeSettings(CalibrationSettings, MapSettings):
+    """taskferry analyze."""
+
+    source_base: str = Field(description="the base model that was tuned")
+    target_base: str = Field(description="the base model to move to")
+    source_tuned: str | None = Field(None, description="the tuned source: what each row moves")
+    target_tuned: str | None = Field(None, description="the target tuned on the same task: what each row is held to")
+    rows: list[str] = Field(
+        ["bico, input-only", "theseus", "bico"], description="methods held to the tuned target, as tables name them"
+    )
+    along: list[str] = Field([], description="checkpoints of a fine-tune of the source base, in order")
+    fresh: int = Field(100, ge=0, description="samples to measure on that the maps have not seen")
+    out: Path | None = Field(None, description="a folder for analysis.json and the figures; must not exist yet")
+
+
 class Move(Settings):
     """One new base of a fleet."""
 

@@ -1,0 +1,280 @@
+"""The report of a transfer, from the taskferry.json of its output."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import PurePath
+from typing import Any
+
+from taskferry.report import figures
+from taskferry.report.maps import HeatMap, StatusMap, legend, place_of, stacks
+from taskferry.report.parts import (
+    Cell,
+    Code,
+    Facts,
+    Figure,
+    Fold,
+    Number,
+    Part,
+    Report,
+    Row,
+    Section,
+    Stack,
+    Table,
+    Text,
+    Tiles,
+)
+
+Record = Mapping[str, Any]
+
+
+def transfer_report(record: Record, name: str) -> Report:
+    """All that a record tells; what an older or another kind of output lacks is left out."""
+    settings, verdict = record["settings"], record["verdict"]
+    source, target = short(settings.get("source_tuned")), short(settings.get("target_base"))
+    sections = [
+        Section("In short", [Tiles(_tiles(record))]),
+        coverage_section(record["coverage"]),
+        *_maps(record.get("sites", [])),
+        *_curves(record),
+        *_work(record.get("work")),
+        Section("Where it comes from", [Facts(_provenance(record)), *_hashes(record.get("inputs", {}))]),
+        Section("To repeat it", [Code(str(record["command"]))]),
+    ]
+    before, after = verdict.get("loss_before"), verdict.get("loss_after")
+    good = None if before is None or after is None else float(after) < float(before)
+    badge = {True: "It helps on the samples", False: "It does not help on the samples", None: ""}[good]
+    title, foot = f"{source} on {target}", f"From {name}/taskferry.json."
+    return Report("transfer", title, str(verdict["sentence"]), sections, foot, badge, good)
+
+
+def short(given: object) -> str:
+    """The last word of a path or hub id, without the ending of a file of weights."""
+    path = PurePath(str(given))
+    return (path.stem if path.suffix in (".safetensors", ".pt", ".bin") else path.name) or str(given)
+
+
+def number(value: float, digits: int = 4) -> Number:
+    """With so many significant digits."""
+    return Number(float(value), f"{float(value):.{digits}g}")
+
+
+def _tiles(record: Record) -> list[tuple[str, Cell, str]]:
+    verdict, rows = record["verdict"], record["coverage"]["rows"]
+    moved = sum(row["status"] != "kept" for row in rows)
+    tiles: list[tuple[str, Cell, str]] = []
+    if verdict.get("loss_before") is not None:
+        before = number(verdict["loss_before"])
+        tiles.append(("Calibration loss", number(verdict["loss_after"]), f"{before.shown} before"))
+    how = "chosen on the samples" if record["settings"].get("scale") == "auto" else "as given"
+    tiles.append(("Scale", number(verdict["scale"], 3), how))
+    tiles.append(("Parameters moved", Number(moved, str(moved)), f"of {len(rows)} in the target"))
+    numbers = [(_size(row["shape"]), row["status"] != "kept") for row in rows]
+    share = sum(n for n, took in numbers if took) / max(1, sum(n for n, _ in numbers))
+    tiles.append(("Numbers moved", Number(share, f"{100 * share:.1f} %"), "of all weights"))
+    samples = len(record.get("calibration", {}).get("indices") or ())
+    if samples:
+        tiles.append(("Samples", Number(samples, str(samples)), str(record["calibration"].get("labels", ""))))
+    return tiles
+
+
+def _size(shape: Sequence[int]) -> int:
+    total = 1
+    for length in shape:
+        total *= int(length)
+    return total
+
+
+def coverage_section(coverage: Record) -> Section:
+    """A map of the target, what stands outside of its blocks, and why what stayed has stayed."""
+    rows = coverage["rows"]
+    status = {row["parameter"]: row["status"] for row in rows}
+    maps: list[Part] = []
+    folds: list[Part] = []
+    found = stacks(status)
+    for stack, (roles, blocks) in found.items():
+        cells = {}
+        for name, what in status.items():
+            place = place_of(name)
+            if place is not None and place[0] == stack:
+                cells[place[1], place[2]] = str(what)
+        part = StatusMap(stack, roles, blocks, cells)
+        if any(what != "kept" for what in cells.values()):
+            maps.append(part)
+        else:
+            folds.append(Fold(f"{stack}: nothing of it moved", part))
+    tables: list[Part] = []
+    reasons = Counter(row["reason"] for row in rows if row["status"] != "moved")
+    why: list[list[Cell]] = [[reason, Number(n, str(n))] for reason, n in reasons.most_common()]
+    unused = Counter(coverage.get("unused", {}).values())
+    why += [[f"a change of the source: {reason}", Number(n, str(n))] for reason, n in unused.most_common()]
+    if why:
+        tables.append(Table("What stayed, and why", ["reason", "parameters"], why))
+    outside: list[list[Cell]] = [
+        [row["parameter"], row["status"]] for row in rows if place_of(row["parameter"]) is None
+    ]
+    if outside:
+        tables.append(Table("Outside of the blocks", ["parameter", "what happened"], outside, words=2))
+    parts = [Row([Stack([*maps, *folds]), Stack(tables)])] if len(maps) < 2 else [Row(maps), *folds, Row(tables)]
+    return Section("What moved", [Text(legend(), "note"), *parts])
+
+
+def _maps(sites: Sequence[Record]) -> list[Section]:
+    """Rank and residual of every map, as heat maps."""
+    if not sites:
+        return []
+    parts: list[Part] = [
+        Text(
+            "Each layer has two maps: one for what it reads (activations), one for what it writes (gradients). "
+            "The residual is √(1 − similarity²): 0 where the two models differ by a rotation alone, 1 where the map "
+            "finds nothing in common. The rank is the number of directions that the samples have shown.",
+            "note",
+        )
+    ]
+    shows: dict[str, tuple[Callable[[float], str], float | None]] = {
+        "residual": (lambda v: f"{v:.2f}", 1.0),
+        "rank": (lambda v: f"{v:.0f}", None),
+    }
+    found = stacks(site["target"] for site in sites)
+    for stack, (roles, blocks) in found.items():
+        maps: list[Part] = []
+        for side, word in (("in", "reads"), ("out", "writes")):
+            for what, (show, top) in shows.items():
+                values = {}
+                for site in sites:
+                    place = place_of(site["target"])
+                    if place is not None and place[0] == stack and site.get(f"{what}_{side}") is not None:
+                        values[place[1], place[2]] = float(site[f"{what}_{side}"])
+                if values:
+                    title = f"{what.capitalize()}: what it {word}"
+                    maps.append(
+                        HeatMap(title if len(found) == 1 else f"{stack}: {title}", roles, blocks, values, show, top)
+                    )
+        parts.append(Row(maps))
+    return [Section("How good the maps are", parts)]
+
+
+def _curves(record: Record) -> list[Section]:
+    found: list[Part] = []
+    points = [(float(s), float(v)) for s, v in record.get("scale_curve", [])]
+    if len(points) > 2:
+        found.append(_scale_figure(points, float(record["verdict"]["scale"])))
+    if record.get("sites"):
+        figure = _similarity_figure(record["sites"])
+        if figure is not None:
+            found.append(figure)
+    spectrum = record.get("spectrum")
+    if spectrum:
+        found.append(_spectrum_figure(spectrum))
+    return [Section("Curves", [Row(found)])] if found else []
+
+
+def _scale_figure(points: Sequence[tuple[float, float]], chosen: float) -> Figure:
+    points = [p for p in sorted(points) if p[1] == p[1] and abs(p[1]) < float("inf")]
+    scales, losses = [p[0] for p in points], [p[1] for p in points]
+    marked = scales.index(chosen) if chosen in scales else None
+    curve = figures.Line("calibration loss", scales, losses, marked=marked)
+    level = (losses[0], "target as it is") if scales[0] == 0 else None
+    draw = partial(figures.lines, [curve], x="scale", y="calibration loss", level=level)
+    table = Table("Every scale that was looked at", ["scale", "loss"], [[number(s), number(v)] for s, v in points], 0)
+    alt = f"Calibration loss from {losses[0]:.4g} at scale {scales[0]:g} to {losses[-1]:.4g} at scale {scales[-1]:g}; "
+    alt += f"the chosen scale is {chosen:.4g}."
+    caption = "The loss on the calibration samples at each scale that was tried; the ring is the one taken."
+    return Figure(draw, caption, alt, table)
+
+
+def _similarity_figure(sites: Sequence[Record]) -> Figure | None:
+    lines: list[figures.Line] = []
+    rows: list[list[Cell]] = []
+    found = stacks(site["target"] for site in sites)
+    for stack, (_, blocks) in found.items():
+        for side, word in (("in", "reads"), ("out", "writes")):
+            values: dict[int, list[float]] = {}
+            for site in sites:
+                place = place_of(site["target"])
+                if place is not None and place[0] == stack:
+                    residual = float(site[f"residual_{side}"])
+                    values.setdefault(place[2], []).append(max(0.0, 1 - residual**2) ** 0.5)
+            mean = [statistics.mean(values[block]) for block in blocks]
+            name = f"what it {word}" if len(found) == 1 else f"{stack}: {word}"
+            lines.append(figures.Line(name, blocks, mean, dashed=side == "out"))
+            rows.append([f"{stack}: {word}", *(number(v, 3) for v in mean)])
+    if not lines:
+        return None
+    longest = max((line.x for line in lines), key=len)
+    draw = partial(figures.lines, lines, x="block of the target", y="similarity after alignment", low=0, high=1.02)
+    header = ["", *(f"{block:g}" for block in longest)]
+    padded: list[list[Cell]] = [[*row, *[None] * (len(header) - len(row))] for row in rows]
+    ends = "; ".join(f"{line.name} {line.y[0]:.2f} in the first block, {line.y[-1]:.2f} in the last" for line in lines)
+    return Figure(
+        draw,
+        "How alike both models are after alignment, averaged over the layers of a block: 1 where they differ by a "
+        "rotation alone.",
+        f"Similarity by block: {ends}.",
+        Table("Similarity by block", header, padded),
+    )
+
+
+def _spectrum_figure(spectrum: Record) -> Figure:
+    # What lies so far below the first value is rounding, and would flatten all that is not.
+    before, after = (
+        [float(v) for v in spectrum[key] if float(v) > 1e-4 * float(spectrum[key][0])] for key in ("before", "after")
+    )
+    curves = [
+        figures.Line("in the source", range(1, len(before) + 1), before),
+        figures.Line("moved, at scale 1", range(1, len(after) + 1), after),
+    ]
+    draw = partial(figures.lines, curves, x="singular value", y="size", logarithmic="y")
+    longest = max(len(before), len(after))
+    rows: list[list[Cell]] = [
+        [Number(i + 1, str(i + 1)), *(number(v[i], 3) if i < len(v) else None for v in (before, after))]
+        for i in range(longest)
+    ]
+    return Figure(
+        draw,
+        "The spectrum of the task vector before and after: the leading singular values, averaged over its matrices. "
+        "Where the second curve lies below the first, the maps have cut directions away.",
+        f"The largest singular value is {before[0]:.3g} in the source and {after[0]:.3g} moved.",
+        Table("Leading singular values", ["", "in the source", "moved"], rows, 0),
+    )
+
+
+def _work(work: Record | None) -> list[Section]:
+    if not work:
+        return []
+    total = sum(float(t) for t in work["seconds"].values())
+    rows: list[list[Cell]] = [[stage, number(t, 3)] for stage, t in work["seconds"].items()]
+    rows.append(["in all", number(total, 3)])
+    parts: list[Part] = [Table("Seconds of each stage", ["stage", "seconds"], rows, strong=frozenset({len(rows) - 1}))]
+    if work.get("peak_bytes"):
+        peak = float(work["peak_bytes"])
+        parts.append(Facts({"memory at the peak": Number(peak, f"{peak / 2**30:.2f} GiB")}))
+    return [Section("Time and memory", parts)]
+
+
+def _provenance(record: Record) -> dict[str, Cell]:
+    settings, provenance = record["settings"], record.get("provenance", {})
+    facts: dict[str, Cell] = {
+        "tuned source": settings.get("source_tuned"),
+        "its base": settings.get("source_base"),
+        "target": settings.get("target_base"),
+        "calibration": settings.get("calibration"),
+        "method": settings.get("method", provenance.get("method")),
+        "objective": " / ".join(dict.fromkeys(map(str, provenance.get("objective", [])))),
+        "sampler": settings.get("sampler"),
+        "seed": None if settings.get("seed") is None else str(settings["seed"]),
+        "versions": ", ".join(f"{k} {v}" for k, v in provenance.get("versions", {}).items()),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _hashes(inputs: Mapping[str, Mapping[str, str]]) -> list[Part]:
+    found: dict[str, Cell] = {
+        f"{name.replace('_', ' ')}: {file}": str(digest)
+        for name, files in inputs.items()
+        for file, digest in files.items()
+    }
+    return [Fold(f"sha256 of {len(found)} input files", Facts(found))] if found else []
