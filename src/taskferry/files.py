@@ -30,13 +30,25 @@ def write_plain_safetensors(path: str | Path, tensors: Mapping[str, Tensor]) -> 
     _write(Path(path), tensors, {"format": "pt"})
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """A text file."""
+    with _beside(Path(path)) as temporary:
+        Path(temporary).write_text(text, encoding="utf-8")
+
+
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write beside the destination, flush to disk, then rename over it."""
+    with _beside(path) as temporary:
+        save_file(_separate(tensors), temporary, metadata)
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[str]:
+    """A file beside the destination; it is flushed to disk and renamed over it at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     os.close(handle)
     try:
-        save_file(_separate(tensors), temporary, metadata)
+        yield temporary
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         os.chmod(temporary, 0o666 & ~_umask())

@@ -12,7 +12,7 @@ import sys
 import typer
 from rich.console import Console
 
-from taskferry.cli import apply, bench, diff, doctor, evaluate, fit, fleet, inspect, plan, transfer
+from taskferry.cli import apply, bench, diff, doctor, evaluate, fit, fleet, inspect, plan, push, transfer
 from taskferry.cli.screen import plain
 from taskferry.errors import TaskferryError
 from taskferry.version import __version__
@@ -34,6 +34,7 @@ apply.register(app)
 diff.register(app)
 evaluate.register(app)
 inspect.register(app)
+push.register(app)
 doctor.register(app)
 bench.register(app)
 
