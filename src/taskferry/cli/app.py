@@ -12,7 +12,7 @@ import sys
 import typer
 from rich.console import Console
 
-from taskferry.cli import apply, bench, diff, doctor, evaluate, fit, fleet, inspect, plan, push, transfer
+from taskferry.cli import apply, bench, diff, doctor, evaluate, example, fit, fleet, inspect, plan, push, transfer
 from taskferry.cli.screen import plain
 from taskferry.errors import TaskferryError
 from taskferry.version import __version__
@@ -26,6 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+example.register(app)
 transfer.register(app)
 fit.register(app)
 plan.register(app)
