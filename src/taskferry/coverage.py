@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from taskferry.display import ROWS, panel
 from taskferry.sites import is_patch_embedding
 
 Status = Literal["moved", "partly", "kept"]
@@ -60,6 +61,16 @@ class Coverage:
         for reason, count in Counter(self.unused.values()).most_common():
             lines.append(f"  {count} changes of the source not used: {reason}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        reasons = Counter((row.status, row.reason) for row in self.rows)
+        shown: list[tuple[int, str, str]] = [
+            (count, status, reason) for (status, reason), count in reasons.most_common()
+        ]
+        shown += [(n, "of the source, not used", why) for why, n in Counter(self.unused.values()).most_common()]
+        facts = {"moved": f"{len(self.moved())} of {len(self.rows)} parameters of the target"}
+        header = ("parameters", "", "why")
+        return panel("Coverage", facts, header, shown[:ROWS], len(shown) - len(shown[:ROWS]))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

@@ -24,6 +24,7 @@ from taskferry.finding import find_sites
 from taskferry.objectives import ForwardOnly, Objective, as_objective, default_objective
 from taskferry.pairing import DepthRule, Pair, nearest_block, pair_sites
 from taskferry.procrustes import DEFAULT_TOLERANCE, Map, RankPolicy
+from taskferry.progress import with_bars
 from taskferry.sites import Site
 from taskferry.solving import Alone, Kept, MapOptions, Solved
 from taskferry.version import __version__
@@ -32,6 +33,7 @@ AnyObjective = Objective | Callable[[nn.Module, Batch], Tensor]
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
+@with_bars
 def fit(
     source: nn.Module,
     target: nn.Module,
@@ -46,7 +48,7 @@ def fit(
     tokens_per_width: float | None = None,
     factored: bool = False,
     statistics_memory: int = 4 * 2**30,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     ranks: Alone | None = None,
     keep: Path | None = None,
 ) -> Alignment:
@@ -61,7 +63,7 @@ def fit(
     `signals` says what is aligned on each side; anything but the default is another method.
     `ranks` splits the work over processes; the first one gets the maps, the others an alignment without any.
     `keep` is a folder for finished groups of sites: a fit that was killed goes on after the last of them.
-    `progress` is called with what is done, the steps done and the steps in all.
+    `progress=True` shows bars; a function is called with what is done, the steps done and the steps in all.
     """
     if signals.backward or callable(objective):  # a function of the user's own knows how to run the models
         objective_A, objective_B = both_objectives(objective, source, target, calibration)
@@ -88,8 +90,9 @@ def fit(
     share, company = ranks.share(calibration), ranks.company(calibration)
     # Each rank keeps its part of the tokens that stand for all.
     kept_tokens = None if tokens_per_width is None else tokens_per_width * len(share) / len(calibration)
-    capturing = Steps(progress, "capture", len(groups) * len(share))
-    solving = Steps(progress, "solve", 2 * len(pairs))
+    tell = None if isinstance(progress, bool) else progress
+    capturing = Steps(tell, "capture", len(groups) * len(share))
+    solving = Steps(tell, "solve", 2 * len(pairs))
     rests_on = {
         "source": _describe(source),
         "target": _describe(target),

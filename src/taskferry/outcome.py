@@ -9,6 +9,7 @@ from typing import Any
 
 from taskferry.card import write_card, write_record
 from taskferry.coverage import Coverage
+from taskferry.display import ROWS, panel
 from taskferry.plan import Plan
 from taskferry.scale import ScaleCurve
 from taskferry.taskvector import TaskVector
@@ -26,7 +27,7 @@ class Reporter:
         """During it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Outcome:
     """What a job did: `verdict` for people, `record` for machines. `written` is None where nothing was."""
 
@@ -37,6 +38,16 @@ class Outcome:
     def sentence(self) -> str:
         """The verdict in one sentence."""
         return str(self.record["verdict"]["sentence"])
+
+    def __repr__(self) -> str:
+        return f"Outcome({self.sentence!r}, written={str(self.written)!r})"
+
+    def _repr_html_(self) -> str:
+        told = self.record["verdict"]
+        facts = {"verdict": self.sentence, "scale": told["scale"], "written": self.written or "nothing"}
+        rows = [(line.strip(),) for line in str(self.record["coverage_summary"]).splitlines()]
+        title = "Moved" if self.written is not None else "Refused"
+        return panel(title, facts, ("coverage",), rows[:ROWS], len(rows) - len(rows[:ROWS]))
 
 
 def verdict(curve: ScaleCurve, moved: TaskVector) -> dict[str, Any]:

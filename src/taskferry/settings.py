@@ -205,6 +205,17 @@ class EvaluateSettings(Settings):
     max_length: int = Field(128, ge=2, description="longest text in tokens")
     micro_batch: int = Field(16, ge=1, description="samples at once; changes memory, not the result")
     device: str = Field("auto", description="cpu, cuda, or auto")
+    card: Path | None = Field(None, description="an output folder whose model card takes the score")
+
+
+class PushSettings(Settings):
+    """taskferry push."""
+
+    folder: Path = Field(description="what transfer or apply wrote")
+    repo: str = Field(description="the repository on the hub, OWNER/NAME; made where it is not there")
+    base_model: str | None = Field(None, description="hub name of the target base, where it was a folder here")
+    public: bool = Field(False, description="let everybody see a new repository")
+    revision: str | None = Field(None, description="a branch of the repository")
 
 
 class ApplySettings(OutputSettings, Writing):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from taskferry.display import ROWS, panel
 from taskferry.errors import TaskferryError
 from taskferry.files import open_safetensors, write_safetensors
 
@@ -69,7 +70,11 @@ def as_dense(delta: Delta) -> Tensor:
     return delta.dense() if isinstance(delta, LowRank) else delta
 
 
-@dataclass(frozen=True)
+def _norm(delta: Delta) -> float:
+    return delta.norm() if isinstance(delta, LowRank) else float(torch.linalg.vector_norm(delta.double()))
+
+
+@dataclass(frozen=True, repr=False)
 class TaskVector:
     """Changes by parameter name, as the model stores its parameters. Absent parameters do not change."""
 
@@ -104,6 +109,22 @@ class TaskVector:
                     deltas[name] = change
         return cls(deltas)
 
+    def __repr__(self) -> str:
+        return f"TaskVector({len(self)} changes, {'low-rank' if self.low_rank else 'dense'}, norm {self.norm():.4g})"
+
+    def _repr_html_(self) -> str:
+        sizes = sorted(((_norm(delta), name) for name, delta in self.deltas.items()), reverse=True)
+        rows = [
+            (name, " × ".join(map(str, delta.shape)), delta.rank if isinstance(delta, LowRank) else "dense", norm)
+            for norm, name in sizes[:ROWS]
+            for delta in [self.deltas[name]]
+        ]
+        facts = {"changes": f"{len(self)} parameters", "norm": self.norm()}
+        if self.coverage is not None:
+            facts["coverage"] = self.coverage.summary().splitlines()[0]
+        header = ("largest", "shape", "rank", "norm")
+        return panel("Task vector", facts, header, rows, len(sizes) - len(rows))
+
     def __add__(self, other: TaskVector) -> TaskVector:
         deltas = dict(self.deltas)
         for name, delta in other.deltas.items():
@@ -135,11 +156,7 @@ class TaskVector:
 
     def norm(self) -> float:
         """‖τ‖ over all parameters."""
-        total = 0.0
-        for delta in self.deltas.values():
-            norm = delta.norm() if isinstance(delta, LowRank) else float(torch.linalg.vector_norm(delta.double()))
-            total += norm**2
-        return math.sqrt(total)
+        return math.sqrt(sum(_norm(delta) ** 2 for delta in self.deltas.values()))
 
     def dense(self) -> TaskVector:
         """The same with every low-rank change multiplied out."""

@@ -12,7 +12,22 @@ import sys
 import typer
 from rich.console import Console
 
-from taskferry.cli import analyze, apply, bench, diff, doctor, evaluate, fit, fleet, inspect, plan, report, transfer
+from taskferry.cli import (
+    analyze,
+    apply,
+    bench,
+    diff,
+    doctor,
+    evaluate,
+    example,
+    fit,
+    fleet,
+    inspect,
+    plan,
+    push,
+    report,
+    transfer,
+)
 from taskferry.cli.screen import plain
 from taskferry.errors import TaskferryError
 from taskferry.version import __version__
@@ -26,6 +41,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+example.register(app)
 transfer.register(app)
 fit.register(app)
 plan.register(app)
@@ -36,6 +52,7 @@ evaluate.register(app)
 inspect.register(app)
 analyze.register(app)
 report.register(app)
+push.register(app)
 doctor.register(app)
 bench.register(app)
 

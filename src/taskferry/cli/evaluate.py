@@ -11,7 +11,8 @@ from rich.console import Console
 from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
 from taskferry.cli.screen import plain, print_json
 from taskferry.evaluation.command import evaluate_command
-from taskferry.evaluation.progress import Bar
+from taskferry.hub import add_score
+from taskferry.progress import Bar
 from taskferry.settings import EvaluateSettings, load_settings
 
 
@@ -24,6 +25,9 @@ def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as
     """Score a model, or a model with an adapter added, on held-out samples."""
     settings = load_settings(EvaluateSettings, config, given)
     score, head = evaluate_command(settings, None if quiet or as_json else Bar("scoring"))
+    if settings.card is not None:
+        metric = "loss" if score.accuracy is None else "accuracy"
+        add_score(settings.card, data=settings.test, metric=metric, value=score.value, samples=score.samples, how=head)
     if as_json:
         print_json({**asdict(score), "head": head})
         return

@@ -11,26 +11,16 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from taskferry.outcome import Outcome, Reporter
 from taskferry.plan import Plan
+from taskferry.progress import Bars
 
 
 def plain(text: object) -> str:
     """Text from files and models as text: no markup, no control characters."""
     return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in str(text)))
-
-
-_STEPS = {
-    "capture": "forward and backward",
-    "solve": "maps",
-    "scale": "scale",
-    "check": "checking the output",
-    "walk": "forward",
-    "blocks": "blocks moved",
-}
 
 
 class Screen(Reporter):
@@ -44,8 +34,7 @@ class Screen(Reporter):
         self.wants_plan = show_plan or not self.silent
         self.as_json = as_json
         self.console = console or Console(highlight=False)
-        self._progress: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
+        self._bars: Bars | None = None
 
     @contextmanager
     def bars(self) -> Iterator[None]:
@@ -53,10 +42,9 @@ class Screen(Reporter):
         if self.silent:
             yield
             return
-        columns = (TextColumn("{task.description:>22}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self.console) as self._progress:
+        with Bars(console=self.console) as self._bars:
             yield
-        self._progress = None
+        self._bars = None
 
     def plan(self, plan: Plan, lines: Mapping[str, str]) -> None:
         """A table with what will be done and what it will take."""
@@ -81,11 +69,8 @@ class Screen(Reporter):
 
     def step(self, what: str, done: int, total: int) -> None:
         """Move a bar."""
-        if self._progress is None:
-            return
-        if what not in self._tasks:
-            self._tasks[what] = self._progress.add_task(_STEPS.get(what, what), total=total)
-        self._progress.update(self._tasks[what], completed=done, total=total)
+        if self._bars is not None:
+            self._bars(what, done, total)
 
     def verdict(self, outcome: Outcome, next_step: str) -> None:
         """Coverage, loss, scale, next step; or all of it as JSON."""

@@ -11,10 +11,10 @@ from taskferry.checkpoints.loaded import to_device
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.finetuning import LazyBatches
 from taskferry.evaluation.pool import Pool
-from taskferry.evaluation.progress import Tell
 from taskferry.evaluation.scoring import Score, evaluate
 from taskferry.objectives import Classifier, Head, LanguageModel, Objective, is_language_model
 from taskferry.preparing import has_text_tower, named_classifier
+from taskferry.progress import Tell
 from taskferry.settings import EvaluateSettings
 
 

@@ -24,11 +24,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from taskferry.calibration.batch import Batch
 from taskferry.capture import device_of
 from taskferry.errors import TaskferryError
-from taskferry.evaluation.progress import Tell, told
 from taskferry.evaluation.scoring import evaluate
 from taskferry.files import open_safetensors, write_safetensors
 from taskferry.fitting import hash_parameters
 from taskferry.objectives import Classifier, NewHead, Objective
+from taskferry.progress import Tell, told
 from taskferry.settings import Settings
 
 CHECKPOINT, KIND = "checkpoint.safetensors", "taskferry-finetuning"

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from taskferry.calibration.batch import IGNORED, Batch
 from taskferry.capture import device_of, frozen
 from taskferry.errors import TaskferryError
-from taskferry.evaluation.progress import Tell, told
 from taskferry.objectives import Classifier, Objective
+from taskferry.progress import Tell, told
 
 
 @dataclass(frozen=True)
