@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,20 +30,6 @@ def site_table(alignment: Alignment) -> list[dict[str, Any]]:
     return rows
 
 
-def hash_files(given: str | Path) -> dict[str, str]:
-    """sha256 of a file, or of every file of a folder, by its path in it."""
-    path = Path(str(given).rpartition(":")[2]) if str(given).startswith("openclip:") else Path(given)
-    files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else []
-    hashes = {}
-    for file in files:
-        digest = hashlib.sha256()
-        with open(file, "rb") as data:
-            while block := data.read(1 << 20):
-                digest.update(block)
-        hashes[file.name if file == path else str(file.relative_to(path))] = digest.hexdigest()
-    return hashes
-
-
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """taskferry.json."""
     text = json.dumps({"taskferry": __version__, **record}, indent=1, default=str)
@@ -60,16 +45,22 @@ def _method(record: Mapping[str, Any]) -> str:
     return f"{name}; nothing was trained"
 
 
+def _shown(text: object) -> str:
+    """Names come from files: without what would end a code block, start a tag or steer a terminal."""
+    marks = {"`": "'", "<": "‹", ">": "›"}
+    return "".join(marks.get(c, c if c.isprintable() or c == "\n" else "?") for c in str(text))
+
+
 def write_card(folder: Path, record: Mapping[str, Any], *, adapter: bool) -> None:
     """README.md with the fields that hubs read."""
     settings, verdict = record["settings"], record["verdict"]
     body = f"""
 # {"A LoRA adapter" if adapter else "A model"} moved with taskferry
 
-{verdict["sentence"]}
+{_shown(verdict["sentence"])}
 
-- moved from: `{settings.get("source_tuned")}` on `{settings.get("source_base")}`
-- moved to: `{settings.get("target_base") or ""}`
+- moved from: `{_shown(settings.get("source_tuned"))}` on `{_shown(settings.get("source_base"))}`
+- moved to: `{_shown(settings.get("target_base") or "")}`
 - scale: {verdict["scale"]}
 - method: {_method(record)}
 
@@ -78,13 +69,13 @@ Biases, errors and unsafe behaviour of the source move along: evaluate before us
 ## To repeat
 
 ```
-{record["command"]}
+{_shown(record["command"])}
 ```
 
 ## What moved
 
 ```
-{record["coverage_summary"]}
+{_shown(record["coverage_summary"])}
 ```
 
 `taskferry.json` has all settings, hashes of the inputs, the samples used and the quality of every map.
