@@ -23,7 +23,7 @@ from taskferry.bench.running import ORACLE, TARGET
 from taskferry.bench.tables import from_json, lines, markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
-TABLES = (PAGE.parent / "performance.md", PAGE.parent / "scale.md", PAGE.parent / "analysis.md")
+TABLES = tuple(PAGE.parent / f"{name}.md" for name in ("performance", "scale", "analysis", "reliability"))
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- made by benchmarks/results.py -->", "<!-- end -->"
 ROWS = ("naive", "theseus", "bico", "bico, automatic scale", "few-shot", "few-shot, from bico")

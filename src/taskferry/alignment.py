@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from taskferry.consistency import check_alignment
 from taskferry.coverage import Coverage, Row
 from taskferry.display import ROWS, panel
 from taskferry.errors import TaskferryError
-from taskferry.files import open_safetensors, write_safetensors
+from taskferry.files import is_kind, open_safetensors, write_safetensors
 from taskferry.procrustes import Map, bilinear
 from taskferry.sites import Site
 from taskferry.statistics import Quality
@@ -58,6 +59,8 @@ class Alignment:
         Low-rank stays low-rank, of the same rank; only where the target packs in one matrix what the source has in
         several, their factors stand side by side.
         """
+        if self.pairs and not self.target_parameters:
+            raise TaskferryError("this is a part of a fit that was not finished, not an alignment: fit it to the end")
         names = match_names(tau.deltas, self.source_parameters)
         deltas = {names[name]: delta for name, delta in tau.deltas.items()}
         for name, delta in deltas.items():
@@ -184,10 +187,12 @@ class Alignment:
         """The inverse of `tensors`."""
         maps: dict[str, dict[str, dict[str, Tensor]]] = {"in": {}, "out": {}}
         try:
+            if not isinstance(header["pairs"], list):
+                raise TypeError("its pairs are no list")
             for name, tensor in tensors.items():
                 side, kind, key = name.split("/", 2)
                 maps[side].setdefault(key, {})[kind] = tensor
-            return cls(
+            alignment = cls(
                 pairs=tuple(
                     AlignedPair(_site(pair["source"]), _site(pair["target"]), pair["reads"]) for pair in header["pairs"]
                 ),
@@ -200,8 +205,17 @@ class Alignment:
                 reasons=header["reasons"],
                 provenance=header["provenance"],
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TaskferryError(f"{where}: a damaged alignment: {error!r}") from error
+        check_alignment(alignment, where)
+        return alignment
+
+    def model(self, side: str) -> Mapping[str, str]:
+        """What is known of the "source" or "target" that it was fitted on: its class, its hash, its prefix."""
+        known = self.provenance.get(side)
+        if not isinstance(known, dict) or not {"class", "sha256"} <= set(known):
+            raise TaskferryError(f"this alignment does not say which {side} it was fitted on: fit it again")
+        return {name: str(value) for name, value in known.items()}
 
     def save(self, path: str | Path) -> None:
         """One safetensors file; the header holds sites, quality and provenance."""
@@ -213,6 +227,11 @@ class Alignment:
         with open_safetensors(path, FORMAT) as (file, header):
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
         return cls.from_tensors(tensors, header, str(path))
+
+
+def is_alignment(path: str | Path) -> bool:
+    """Whether this is a file that `Alignment.save` wrote, damaged or not."""
+    return is_kind(path, FORMAT)
 
 
 class _Assembly:

@@ -60,16 +60,22 @@ def _method(record: Mapping[str, Any]) -> str:
     return f"{name}; nothing was trained"
 
 
+def _shown(text: object) -> str:
+    """Names come from files: without what would end a code block, start a tag or steer a terminal."""
+    marks = {"`": "'", "<": "‹", ">": "›"}
+    return "".join(marks.get(c, c if c.isprintable() or c == "\n" else "?") for c in str(text))
+
+
 def write_card(folder: Path, record: Mapping[str, Any], *, adapter: bool) -> None:
     """README.md with the fields that hubs read."""
     settings, verdict = record["settings"], record["verdict"]
     body = f"""
 # {"A LoRA adapter" if adapter else "A model"} moved with taskferry
 
-{verdict["sentence"]}
+{_shown(verdict["sentence"])}
 
-- moved from: `{settings.get("source_tuned")}` on `{settings.get("source_base")}`
-- moved to: `{settings.get("target_base") or ""}`
+- moved from: `{_shown(settings.get("source_tuned"))}` on `{_shown(settings.get("source_base"))}`
+- moved to: `{_shown(settings.get("target_base") or "")}`
 - scale: {verdict["scale"]}
 - method: {_method(record)}
 
@@ -78,13 +84,13 @@ Biases, errors and unsafe behaviour of the source move along: evaluate before us
 ## To repeat
 
 ```
-{record["command"]}
+{_shown(record["command"])}
 ```
 
 ## What moved
 
 ```
-{record["coverage_summary"]}
+{_shown(record["coverage_summary"])}
 ```
 
 `taskferry.json` has all settings, hashes of the inputs, the samples used and the quality of every map.

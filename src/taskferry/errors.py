@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+LONGEST = 2000  # names in a message come from files, and may be of any length
+
 
 class TaskferryError(ValueError):
     """Something in the inputs that the user can mend; the message says how."""
+
+    def __init__(self, message: str) -> None:
+        if len(message) > LONGEST:
+            message = f"{message[: LONGEST // 2]} … {message[-LONGEST // 2 :]}"
+        super().__init__(message)

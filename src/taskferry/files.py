@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from taskferry.errors import TaskferryError
+from taskferry.temporary import sweep, temporary_folder
 
 HEADER = "taskferry"  # one metadata entry only: safetensors writes several in any order, and bytes must repeat
+MOST_JSON = 64 * 2**20  # bytes; the largest real index of shards has a few
 
 
 def write_safetensors(path: str | Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
@@ -30,32 +32,78 @@ def write_plain_safetensors(path: str | Path, tensors: Mapping[str, Tensor]) -> 
     _write(Path(path), tensors, {"format": "pt"})
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """A text file, over an earlier one."""
-    with _whole(Path(path)) as temporary:
-        Path(temporary).write_text(text, encoding="utf-8")
-
-
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    with _whole(path) as temporary:
+    with replacing(path) as temporary:
         save_file(_separate(tensors), temporary, metadata)
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """A text file, over an earlier one."""
+    with replacing(Path(path)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 @contextmanager
-def _whole(path: Path) -> Iterator[str]:
-    """Write beside the destination, flush to disk, then rename over it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary sibling to write; it is flushed to disk and takes the name at the end, or is gone on any error."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent, path.name)
+        # In a folder of its own, which is locked: libraries may write a file by replacing it.
+        with temporary_folder(path.parent, path.name) as folder:
+            temporary = folder / "whole"
+            yield temporary
+            sync(temporary)
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        sync(path.parent)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the operating system says against writing, as one sentence with the next step."""
     try:
-        yield temporary
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        yield
+    except TaskferryError:
         raise
+    except Exception as error:
+        # safetensors and transformers wrap the operating system's error in their own.
+        text = str(error)
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text or "os error 28" in text:
+            raise TaskferryError(
+                f"the disk is full, nothing was written to {path}: free room, or give another --out"
+            ) from error
+        if isinstance(error, OSError | SafetensorError):
+            reason = getattr(error, "strerror", None) or error
+            raise TaskferryError(f"{path} cannot be written: {reason}; give another --out") from error
+        raise
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
+    if os.name != "posix" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that may come from anyone."""
+    try:
+        size = path.stat().st_size
+        data = json.loads(path.read_text(encoding="utf-8")) if size <= MOST_JSON else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise TaskferryError(f"{path} is no JSON: {error}") from error
+    if size > MOST_JSON:
+        raise TaskferryError(
+            f"{path} has {size / 2**20:.0f} MiB, {MOST_JSON / 2**20:.0f} are the most: it is no settings"
+        )
+    if not isinstance(data, dict):
+        raise TaskferryError(f"{path} is no JSON object")
+    return data
 
 
 def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
@@ -74,18 +122,44 @@ def open_safetensors(path: str | Path, kind: str) -> Iterator[tuple[Any, dict[st
     if not Path(path).is_file():
         raise TaskferryError(f"{path} does not exist")
     try:
-        file = safe_open(str(path), framework="pt")
-    except SafetensorError as error:
-        raise TaskferryError(f"{path} is no safetensors file: {error}") from error
-    with file as opened:
-        text = (opened.metadata() or {}).get(HEADER, "{}")
-        try:
-            header = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise TaskferryError(f"{path}: its header is damaged: {error}") from error
-        if not isinstance(header, dict) or header.get("format") != kind:
-            raise TaskferryError(f"{path} is no {kind}")
-        yield opened, header
+        with safe_open(str(path), framework="pt") as opened:
+            text = (opened.metadata() or {}).get(HEADER, "{}")
+            try:
+                header = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise TaskferryError(f"{path}: its header is damaged: {error}") from error
+            if not isinstance(header, dict) or header.get("format") != kind:
+                raise TaskferryError(f"{path} is no {kind}")
+            yield opened, header
+    except (SafetensorError, OSError) as error:  # also while its tensors are read
+        raise TaskferryError(f"{path} is no readable safetensors file: {error}") from error
+
+
+def is_kind(path: str | Path, kind: str) -> bool:
+    """Whether a file says that it is of this kind, damaged or not."""
+    try:
+        with open_safetensors(path, kind):
+            return True
+    except TaskferryError:
+        return False
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all its numbers are; nothing as large as the tensor is made for it."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    if tensor.dtype.itemsize < 2:
+        tensor = tensor.float()
+    least, most = torch.aminmax(tensor.detach())
+    return bool(torch.isfinite(least) and torch.isfinite(most))
+
+
+def not_finite(tensors: Mapping[str, Sequence[Tensor]]) -> str | None:
+    """The first of many small groups of tensors that holds a number which is not finite; one call where none does."""
+    together = [tensor.float() for group in tensors.values() for tensor in group]
+    if bool(torch.isfinite(torch.nn.utils.get_total_norm(together))):
+        return None
+    return next((name for name, group in tensors.items() if not all(map(is_finite, group))), None)
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

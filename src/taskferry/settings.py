@@ -18,6 +18,7 @@ from taskferry.options import LabelSource, ObjectiveName, Sampler
 from taskferry.procrustes import DEFAULT_TOLERANCE
 
 S = TypeVar("S", bound="Settings")
+MOST_YAML = 2**20  # bytes
 Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -132,7 +133,7 @@ class TransferSettings(CalibrationSettings, MapSettings, OutputSettings, Writing
         pairs = [str(word).partition("=") for word in value]
         if any(not equals for _, equals, _ in pairs):
             raise ValueError("give each as name=value")
-        return {name: yaml.safe_load(text) for name, _, text in pairs}
+        return {name: _parse(text) for name, _, text in pairs}
 
 
 class CompareSettings(CalibrationSettings):
@@ -238,15 +239,32 @@ def load_settings(cls: type[S], file: Path | None, given: Mapping[str, Any]) -> 
         raise TaskferryError(_all_errors(cls, error, file)) from error
 
 
+class _Plain(yaml.SafeLoader):
+    """Settings need no anchors; through them a few lines can stand for more than any memory holds."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias (*): write it out")
+        return super().compose_node(parent, index)
+
+
 def read_yaml(file: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     try:
-        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise TaskferryError(f"{file} cannot be read as YAML: {str(error).splitlines()[0]}") from error
-    if not isinstance(loaded, dict):
+        size = file.stat().st_size
+        loaded = _parse(file.read_text(encoding="utf-8")) if size <= MOST_YAML else None
+    except (OSError, ValueError, RecursionError, OverflowError, yaml.YAMLError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TaskferryError(f"{file} cannot be read as YAML: {reason}") from error
+    if size > MOST_YAML:
+        raise TaskferryError(f"{file} has {size} bytes: settings have {MOST_YAML} at most")
+    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
         raise TaskferryError(f"{file} holds no settings: lines such as `samples: 100` are needed")
     return loaded
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, _Plain)  # noqa: S506  (a safe loader)
 
 
 def dump_settings(settings: Settings) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from taskferry.display import ROWS, panel
 from taskferry.errors import TaskferryError
-from taskferry.files import open_safetensors, write_safetensors
+from taskferry.files import is_finite, is_kind, open_safetensors, write_safetensors
 
 if TYPE_CHECKING:
     from taskferry.coverage import Coverage
@@ -199,15 +199,34 @@ class TaskVector:
     @classmethod
     def load(cls, path: str | Path) -> TaskVector:
         """The inverse of `save`."""
-        deltas: dict[str, Delta] = {}
+        parts: dict[str, dict[str, Tensor]] = {}
         with open_safetensors(path, FORMAT) as (file, _):
             for key in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
-                kind, name = key.split("/", 1)
-                if kind == "dense":
-                    deltas[name] = file.get_tensor(key)
-                elif kind == "left":
-                    deltas[name] = LowRank(file.get_tensor(key), file.get_tensor(f"right/{name}"))
-        return cls(deltas)
+                kind, _, name = key.partition("/")
+                parts.setdefault(name, {})[kind] = file.get_tensor(key)
+        return cls({name: _delta(f"{path}: {name}", found) for name, found in parts.items()})
+
+
+def is_task_vector(path: str | Path) -> bool:
+    """Whether this is a file that `TaskVector.save` wrote, damaged or not."""
+    return is_kind(path, FORMAT)
+
+
+def _delta(what: str, parts: Mapping[str, Tensor]) -> Delta:
+    """A change out of the tensors of its file."""
+    for tensor in parts.values():
+        if not tensor.is_floating_point() or not tensor.numel() or not is_finite(tensor):
+            raise TaskferryError(
+                f"{what}: {tensor.dtype} of {tuple(tensor.shape)} with numbers that are not finite, or none"
+            )
+    wide = {kind: tensor.float() if tensor.dtype.itemsize < 2 else tensor for kind, tensor in parts.items()}
+    if set(wide) == {"dense"}:
+        return wide["dense"]
+    if set(wide) == {"left", "right"}:
+        return LowRank(
+            *(wide[side].to(torch.promote_types(wide["left"].dtype, wide["right"].dtype)) for side in ("left", "right"))
+        )
+    raise TaskferryError(f"{what} is in the parts {', '.join(sorted(wide))}: a damaged task vector")
 
 
 def match_names(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:

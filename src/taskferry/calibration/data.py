@@ -10,17 +10,24 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import io
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from taskferry.calibration.bounds import check_data_file, open_picture
 from taskferry.errors import TaskferryError
+from taskferry.files import MOST_JSON, writing
+from taskferry.temporary import sweep, temporary_folder
 
 Kind = Literal["image", "messages", "prompt", "text"]
 
+CACHE = "taskferry-data"  # where the datasets library keeps what it makes of a file, while it is read
+MOST_CLASSES = 100_000  # a head has a row for each
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -68,8 +75,10 @@ def load_samples(
     `classes` gives names their numbers, where another file (the calibration data) has numbered them already.
     `columns` renames: {"sentence1": "text"}.
     """
-    with tempfile.TemporaryDirectory(prefix="taskferry-data-") as cache:
-        dataset = _load(given, cache, split, config)
+    scratch = Path(tempfile.gettempdir())
+    sweep(scratch, CACHE)
+    with writing(scratch), temporary_folder(scratch, CACHE) as cache:
+        dataset = _load(given, str(cache), split, config)
     dataset = dataset.rename_columns({old: new for old, new in (columns or {}).items() if old in dataset.column_names})
     present = list(dataset.column_names)
     kind: Kind
@@ -90,9 +99,14 @@ def load_samples(
     if kind == "image" and type(dataset.features["image"]).__name__ == "Image":
         # Decoded pictures of a whole data set would fill the memory: each is decoded when it is used.
         dataset = dataset.cast_column("image", type(dataset.features["image"])(decode=False))
-    rows = [dict(row) for row in dataset]
+    try:
+        rows = [dict(row) for row in dataset]
+    except Exception as error:  # texts that are no text are found when they are looked at
+        raise TaskferryError(f"{given} cannot be read: {_line(error)}") from error
     if len(rows) < 2:
         raise TaskferryError(f"{given} has {len(rows)} sample(s): about a hundred are needed, two at the very least")
+    if kind == "image" and Path(given).exists():
+        _check_paths(given, rows)
     beside = _classes_beside(Path(given))
     left_out = 0
     if label_column in present and getattr(dataset.features[label_column], "names", None):
@@ -109,17 +123,21 @@ def picture(row: dict[str, Any]) -> Any:
     if isinstance(value, dict):  # not decoded by the datasets library: bytes, or a file of an image folder
         value = value.get("bytes") or Path(str(value.get("path")))
     if isinstance(value, bytes | Path):
-        import io
-
-        from PIL import Image
-
-        try:
-            return Image.open(io.BytesIO(value) if isinstance(value, bytes) else value).convert("RGB")
-        except (OSError, Image.DecompressionBombError) as error:
-            raise TaskferryError(f"an image cannot be read: {error}") from error
+        return open_picture(io.BytesIO(value) if isinstance(value, bytes) else value)
     if isinstance(value, str):
         raise TaskferryError(f"a row names the image file {value}: give an image folder, or images as bytes")
     return value
+
+
+def _check_paths(given: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Pictures that are named and not contained must lie in the folder that was given."""
+    folder = Path(given).resolve()
+    folder = folder if folder.is_dir() else folder.parent
+    for row in rows:
+        value = row["image"]
+        path = value.get("path") if isinstance(value, dict) and not value.get("bytes") else None
+        if path is not None and not Path(str(path)).resolve().is_relative_to(folder):
+            raise TaskferryError(f"{given} names the picture {path}, which is not in its folder: copy it there")
 
 
 def _load(given: str, cache: str, split: str, config: str | None) -> Any:
@@ -128,6 +146,8 @@ def _load(given: str, cache: str, split: str, config: str | None) -> Any:
     except ImportError as error:
         raise TaskferryError("datasets is needed to read calibration data: pip install 'taskferry[data]'") from error
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would print what stands in a file
+    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # versions that still know loading scripts must not run them
     path = Path(given)
     settings: dict[str, Any] = {"split": "train", "cache_dir": cache, "keep_in_memory": True}
     try:
@@ -143,6 +163,7 @@ def _load(given: str, cache: str, split: str, config: str | None) -> Any:
         if path.is_file():
             if path.suffix not in _READERS:
                 raise TaskferryError(f"{given} is no {', '.join(_READERS)} file")
+            check_data_file(path)
             return datasets.load_dataset(_READERS[path.suffix], data_files=str(path), **settings)
         if "/" in given and not given.startswith((".", "/")) and given.count("/") == 1:
             name, _, revision = given.partition("@")
@@ -150,8 +171,12 @@ def _load(given: str, cache: str, split: str, config: str | None) -> Any:
     except TaskferryError:
         raise
     except Exception as error:  # the library raises many kinds; all mean that the data cannot be read
-        raise TaskferryError(f"{given} cannot be read: {(str(error).splitlines() or [repr(error)])[0]}") from error
+        raise TaskferryError(f"{given} cannot be read: {_line(error)}") from error
     raise TaskferryError(f"{given} does not exist")
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [repr(error)])[0]
 
 
 def _labels(
@@ -164,16 +189,18 @@ def _labels(
         raise TaskferryError(f"{given}: {missing} rows have no {column}: fill them, or leave the column out")
     names = getattr(dataset.features[column], "names", None)
     if all(isinstance(value, float) for value in values):
-        if any(value != int(value) for value in values):
+        if any(not math.isfinite(value) or value != int(value) for value in values):
             raise TaskferryError(
                 f"{given}: {column} holds fractions such as {values[0]}: classes are whole numbers or names"
             )
         values = [int(value) for value in values]
-    if all(isinstance(value, str) and value.isdigit() for value in values):
+    if all(isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10 for value in values):
         values = [int(value) for value in values]
     if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         if min(values) < 0:
             raise TaskferryError(f"{given}: a {column} of {min(values)}: classes are counted from 0")
+        if max(values) >= MOST_CLASSES:
+            raise TaskferryError(f"{given}: a {column} of {max(values)}: classes are counted 0, 1, 2 …")
         return tuple(values), tuple(names or ())
     classes = tuple(known) or tuple(sorted({str(value) for value in values}))
     strange = sorted({str(value) for value in values} - set(classes))
@@ -189,7 +216,9 @@ def _classes_beside(path: Path) -> tuple[str, ...]:
     if not file.is_file():
         return ()
     try:
-        names = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        return ()
-    return tuple(map(str, names)) if isinstance(names, list) else ()
+        names = json.loads(file.read_text(encoding="utf-8")) if file.stat().st_size <= MOST_JSON else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise TaskferryError(f"{file} is no JSON: {error}") from error
+    if not isinstance(names, list) or not all(isinstance(name, str | int) for name in names):
+        raise TaskferryError(f"{file} is no list of class names: mend it, or remove it")
+    return tuple(map(str, names))

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from taskferry.checkpoints.folders import check_inside
+from taskferry.checkpoints.patterns import Patterns, is_positive
 from taskferry.checkpoints.states import read_state
 from taskferry.errors import TaskferryError
-from taskferry.files import write_plain_safetensors
+from taskferry.files import not_finite, read_json, write_plain_safetensors
 from taskferry.finding import find_sites
 from taskferry.sites import Site
 from taskferry.taskvector import Delta, LowRank, TaskVector, match_names
@@ -79,7 +81,10 @@ def is_adapter(path: Path) -> bool:
 def read_adapter(folder: Path, base: Skeleton) -> Adapter:
     """τ = s B A with s = α / r, or α / √r for rsLoRA; ranks and α by module as PEFT reads them."""
     config = _read_config(folder)
+    alphas, ranks = (Patterns(folder, name, config.get(name)) for name in ("alpha_pattern", "rank_pattern"))
     weights = next((folder / n for n in (WEIGHTS, "adapter_model.bin") if (folder / n).is_file()), folder / WEIGHTS)
+    if weights.is_symlink():
+        check_inside(folder, weights)
     factors: dict[str, dict[str, Tensor]] = {}
     ignored: dict[str, str] = {}
     for key, tensor in read_state(weights).items():
@@ -95,11 +100,11 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
         names = match_names([f"{module}.weight" for module in factors], base.parameters)
     except TaskferryError as error:
         raise TaskferryError(f"{folder} was made on another base model: {error}") from error
-    _check_finite(folder, factors)
     deltas: dict[str, Delta] = {}
     for module, sides in factors.items():
         name = names[f"{module}.weight"]
-        change = _change(folder, module, sides, config)
+        rank, alpha = ranks.of(module, config["r"]), alphas.of(module, config["lora_alpha"])
+        change = _change(folder, module, sides, rank, alpha, bool(config.get("use_rslora")))
         change = change.T if name in base.transposed else change
         shape = base.parameters[name]
         if change.shape != shape:
@@ -108,6 +113,9 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
                 "it was made on another base model"
             )
         deltas[name] = change
+    wrong = not_finite({name: (d.left, d.right) for name, d in deltas.items() if isinstance(d, LowRank)})
+    if wrong is not None:
+        raise TaskferryError(f"{folder}: the change of {wrong} holds numbers that are not finite")
     first = next(iter(factors))
     prefix = f"{first}.weight".removesuffix(names[f"{first}.weight"])
     dtype = next(iter(factors.values()))["A"].dtype
@@ -136,6 +144,9 @@ def write_adapter(
         tensors[f"{_PREFIX}{path}.lora_A.weight"] = change.right.to(dtype)
         tensors[f"{_PREFIX}{path}.lora_B.weight"] = change.left.to(dtype)
         ranks[path] = change.rank
+    wrong = not_finite({name: (tensor,) for name, tensor in tensors.items()})
+    if wrong is not None:
+        raise TaskferryError(f"{wrong} does not fit into {dtype}: give a smaller --scale")
     if not ranks:
         raise TaskferryError("nothing moved, so there is no adapter to write")
     rank = Counter(ranks.values()).most_common(1)[0][0]
@@ -162,14 +173,11 @@ def write_adapter(
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TaskferryError(f"{folder / CONFIG} is no JSON: {error}") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
+    config = read_json(folder / CONFIG)
+    if config.get("peft_type") != "LORA":
         raise TaskferryError(
-            f"{folder} is an adapter of type {kind}: only LoRA can be moved; merge it into its base first"
+            f"{folder} is an adapter of type {config.get('peft_type')}: only LoRA can be moved; merge it into its base "
+            "first"
         )
     if config.get("use_dora"):
         raise TaskferryError(
@@ -183,41 +191,25 @@ def _read_config(folder: Path) -> dict[str, Any]:
             "change of the base; convert it to a plain LoRA with PEFT, or merge it and move the full fine-tune"
         )
     for name, kinds in (("r", int), ("lora_alpha", (int, float))):
-        value = config.get(name)
-        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < 1e6:
-            raise TaskferryError(f"{folder / CONFIG}: {name} is {value!r}, a positive number is needed")
+        if not is_positive(config.get(name), kinds):
+            raise TaskferryError(f"{folder / CONFIG}: {name} is {config.get(name)!r}, a positive number is needed")
     return config
 
 
-def _change(folder: Path, module: str, sides: Mapping[str, Tensor], config: Mapping[str, Any]) -> LowRank:
+def _change(folder: Path, module: str, sides: Mapping[str, Tensor], rank: int, alpha: float, by_root: bool) -> LowRank:
     """s B A, [out, in]."""
     if set(sides) != {"A", "B"}:
         raise TaskferryError(f"{folder}: {module} has only lora_{next(iter(sides))}: the adapter is damaged")
+    for side, factor in sides.items():
+        if not factor.is_floating_point():
+            raise TaskferryError(f"{folder}: lora_{side} of {module} is {factor.dtype}, no floating-point numbers")
     A, B = sides["A"].float(), sides["B"].float()
-    rank = A.shape[0]
-    if B.shape[1] != rank:
-        raise TaskferryError(f"{folder}: {module}: lora_A {tuple(A.shape)} and lora_B {tuple(B.shape)} do not multiply")
-    alpha = float(_by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]))
-    scaling = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    return LowRank(B * scaling, A)
-
-
-def _check_finite(folder: Path, factors: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """One call for all factors, which is most of what reading a small adapter costs; then which one it is."""
-    whole = [factor.float() for sides in factors.values() for factor in sides.values()]
-    if bool(torch.isfinite(nn.utils.get_total_norm(whole))):
-        return
-    for module, sides in factors.items():
-        if not all(bool(torch.isfinite(factor).all()) for factor in sides.values()):
-            raise TaskferryError(f"{folder}: {module} holds numbers that are not finite")
-
-
-def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
-    """The value of the first pattern that ends the module's path, as PEFT matches them."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+    if A.shape[0] != rank or B.shape[1] != rank:
+        raise TaskferryError(
+            f"{folder}: {module}: lora_A {tuple(A.shape)} and lora_B {tuple(B.shape)} do not have the rank {rank} of "
+            f"its {CONFIG}: the adapter is damaged"
+        )
+    return LowRank(B * (alpha / (rank**0.5 if by_root else rank)), A)
 
 
 def _why_ignored(name: str) -> str:

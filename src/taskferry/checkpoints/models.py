@@ -23,7 +23,8 @@ from taskferry.checkpoints.adapters import Adapter, Skeleton, is_adapter, read_a
 from taskferry.checkpoints.loaded import Loaded
 from taskferry.checkpoints.states import is_state_file, read_state
 from taskferry.errors import TaskferryError
-from taskferry.taskvector import Delta, TaskVector, match_names
+from taskferry.files import is_finite
+from taskferry.taskvector import Delta, TaskVector, is_task_vector, match_names
 
 _FORMATS: tuple[ModuleType, ...] = (openclip, timm, huggingface)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
@@ -48,6 +49,9 @@ def load_model(
                         f"{given}: {name} is for {wishes[name][1].__name__.split('.')[-1]} models alone"
                     )
             model, folder, absent, extra = kind.load(where, like, **more)
+            for name, parameter in model.named_parameters():
+                if not is_finite(parameter):
+                    raise TaskferryError(f"{given}: {name} holds numbers that are not finite: it is damaged")
             return Loaded(model.eval().requires_grad_(False), given, folder, kind, frozenset(absent), extra)
     raise TaskferryError(
         f"{given} is no model: a folder with config.json (Hugging Face, timm) or open_clip_config.json, a hub id, "
@@ -80,8 +84,8 @@ def load_tuned(given: str, base: Loaded) -> Tuned:
         adapter = read_adapter(path, Skeleton.of(base.model))
         return Tuned(adapter.tau, adapter, adapter.ignored)
     if path.is_file():
-        if path.suffix == ".safetensors" and (found := _saved_task_vector(path)) is not None:
-            return Tuned(found)
+        if path.suffix == ".safetensors" and is_task_vector(path):
+            return Tuned(TaskVector.load(path))
         if is_state_file(path):
             return _from_state(path, base.model)
         raise TaskferryError(f"{given} is no tuned model: a folder, a .safetensors or a .pt state file is needed")
@@ -118,13 +122,6 @@ def write_model(target: Loaded, tau: TaskVector, scale: float, folder: Path) -> 
     target.format.write(target, tau, scale, folder)
 
 
-def _saved_task_vector(path: Path) -> TaskVector | None:
-    try:
-        return TaskVector.load(path)
-    except TaskferryError:
-        return None
-
-
 def _from_state(path: Path, base: nn.Module) -> Tuned:
     """A state file may hold only what was trained; what it holds must fit the base."""
     state = read_state(path)
@@ -144,6 +141,8 @@ def _from_state(path: Path, base: nn.Module) -> Tuned:
                 f"{path}: {name} is {tuple(after.shape)}, the base has {tuple(before.shape)}: "
                 "give the base model that was tuned"
             )
+        if not is_finite(after):
+            raise TaskferryError(f"{path}: {name} holds numbers that are not finite: it is damaged")
         change: Tensor = after.to(torch.promote_types(before.dtype, torch.float32)) - before
         if bool(change.any()):
             deltas[base_name] = change

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
+import struct
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from taskferry.errors import TaskferryError
 from taskferry.taskvector import TaskVector, as_dense, match_names
 
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+LONGEST_NAME = 1000
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 
 
@@ -30,14 +32,15 @@ def read_state(path: Path) -> dict[str, Tensor]:
         raise TaskferryError(f"{path} does not exist")
     if path.suffix == ".safetensors":
         try:
-            return load_file(path)
+            return _checked(path, load_file(path))
         except (SafetensorError, OSError) as error:
             raise TaskferryError(f"{path} is no readable safetensors file: {error}") from error
+    _check_zip(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch wonders about pickles aloud; the refusal below says all
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+    except Exception as error:  # a damaged pickle fails in as many ways as there are operations in it
         raise TaskferryError(
             f"{path} cannot be read as plain weights (a pickled module could run code on loading, so it is refused): "
             "save its state_dict() as safetensors and give that"
@@ -50,6 +53,32 @@ def read_state(path: Path) -> dict[str, Tensor]:
     tensors = {str(k).removeprefix("module."): v for k, v in state.items() if isinstance(v, Tensor)}
     if not tensors:
         raise TaskferryError(f"{path} holds no tensors")
+    return _checked(path, tensors)
+
+
+def _check_zip(path: Path) -> None:
+    """torch stores its records as they are: a compressed one could grow to anything in memory."""
+    try:
+        if not zipfile.is_zipfile(path):
+            return
+        with zipfile.ZipFile(path) as archive:
+            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
+        raise TaskferryError(f"{path} is a damaged archive: {error}") from error
+    if packed:
+        raise TaskferryError(f"{path} holds compressed records ({packed[0]!r}), which torch never writes: refused")
+
+
+def _checked(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names that can be shown, and tensors that are as large as the file says."""
+    for name, tensor in tensors.items():
+        if not name.isprintable() or len(name) > LONGEST_NAME:
+            raise TaskferryError(f"{path} holds a tensor called {name[:60]!r}: no model calls a parameter so")
+        plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+        if not plain or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise TaskferryError(
+                f"{path}: {name} is a sparse, empty or expanded tensor of {tuple(tensor.shape)}: save it as a plain one"
+            )
     return tensors
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from taskferry.checkpoints.folders import check_folder
 from taskferry.checkpoints.loaded import Loaded
 from taskferry.checkpoints.states import add_to_state, read_state
 from taskferry.errors import TaskferryError
-from taskferry.files import write_plain_safetensors
+from taskferry.files import read_json, write_plain_safetensors
 from taskferry.taskvector import TaskVector
 
 
@@ -21,10 +21,10 @@ def owns(where: str) -> bool:
     if not config.is_file():
         return False
     try:
-        data = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = read_json(config)
+    except TaskferryError:
         return False  # the next format says what is wrong with it
-    return isinstance(data, dict) and "architecture" in data and "model_type" not in data
+    return "architecture" in data and "model_type" not in data
 
 
 def load(
@@ -34,12 +34,13 @@ def load(
 ) -> tuple[nn.Module, Path, set[str], dict[str, Any]]:
     """The model with its pretrained weights, in float32."""
     timm = _import()
+    check_folder(Path(where))
+    stored = next(iter(read_state(_weights(Path(where))).values())).dtype  # refuses what timm must not open
     try:
         more = {} if image_size is None else {"img_size": image_size}
         model = timm.create_model(f"local-dir:{where}", pretrained=True, **more)
     except (RuntimeError, ValueError, TypeError, FileNotFoundError, KeyError) as error:
         raise TaskferryError(f"{where} does not load with timm: {str(error).splitlines()[0]}") from error
-    stored = next(iter(read_state(_weights(Path(where))).values())).dtype
     return model.float(), Path(where), set(), {"dtype": stored, "image_size": image_size}
 
 

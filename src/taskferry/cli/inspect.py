@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,15 +9,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from taskferry.alignment import Alignment
+from taskferry.alignment import Alignment, is_alignment
 from taskferry.card import site_table
 from taskferry.checkpoints import is_adapter, load_model
 from taskferry.checkpoints.states import read_state
 from taskferry.cli.options import Json
 from taskferry.cli.screen import plain, print_json
 from taskferry.errors import TaskferryError
+from taskferry.files import read_json
 from taskferry.finding import find_sites
-from taskferry.taskvector import LowRank, TaskVector
+from taskferry.taskvector import LowRank, TaskVector, is_task_vector
 
 
 def register(app: typer.Typer) -> None:
@@ -50,23 +50,21 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
     path = Path(given)
     if (path / "taskferry.json").is_file():
         try:
-            record = json.loads((path / "taskferry.json").read_text(encoding="utf-8"))
+            record = read_json(path / "taskferry.json")
             rows = [{k: row[k] for k in ("parameter", "status", "reason")} for row in record["coverage"]["rows"]]
             return str(record["verdict"]["sentence"]), rows
-        except (ValueError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             raise TaskferryError(f"{path / 'taskferry.json'} is no record of taskferry: {error!r}") from error
     if is_adapter(path):
         return _adapter(path)
     if path.is_file():
-        for kind, reader in (("alignment", Alignment.load), ("task vector", TaskVector.load)):
-            try:
-                found = reader(path)
-            except TaskferryError:
-                continue
-            if isinstance(found, Alignment):
-                models = (found.provenance["source"]["class"], found.provenance["target"]["class"])
-                return f"{kind} from {models[0]} to {models[1]}: {len(found.pairs)} pairs of sites", site_table(found)
-            return f"{kind}: {len(found)} changed parameters, norm {found.norm():.4g}", _changes(found)
+        if is_task_vector(path):
+            tau = TaskVector.load(path)
+            return f"task vector: {len(tau)} changed parameters, norm {tau.norm():.4g}", _changes(tau)
+        if is_alignment(path):
+            found = Alignment.load(path)
+            models = (found.model("source")["class"], found.model("target")["class"])
+            return f"alignment from {models[0]} to {models[1]}: {len(found.pairs)} pairs of sites", site_table(found)
         raise TaskferryError(f"{given} is neither an alignment nor a task vector of taskferry")
     model = load_model(given).model
     sites = find_sites(model)
@@ -76,10 +74,7 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
 
 def _adapter(path: Path) -> tuple[str, list[dict[str, Any]]]:
     """An adapter by itself: its settings, and the shapes of its factors."""
-    try:
-        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TaskferryError(f"{path}: adapter_config.json is no JSON: {error}") from error
+    config = read_json(path / "adapter_config.json")
     state = read_state(path / "adapter_model.safetensors")
     title = f"{config.get('peft_type')} adapter of rank {config.get('r')} for {config.get('base_model_name_or_path')}"
     return title, [{"tensor": name, "shape": tuple(tensor.shape)} for name, tensor in state.items()]

@@ -37,7 +37,10 @@ class Manifest:
     def open(cls, store: Store) -> Manifest:
         """What earlier runs have written down."""
         manifest = cls(store)
-        for line in store.read_text(MANIFEST).splitlines():
+        text = store.read_text(MANIFEST)
+        if text and not text.endswith("\n"):
+            store.append_text(MANIFEST, "\n")  # the next line must not be joined to half of one
+        for line in text.splitlines():
             try:
                 moved = Moved(**json.loads(line))
             except (ValueError, TypeError):
