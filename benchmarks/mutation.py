@@ -96,7 +96,7 @@ class Mutator:
             at = self.random.randrange(len(data))
             return data[:at] + str(self._word())[:40] + data[at + self.random.randrange(2) :]
         if isinstance(data, int | float) and not isinstance(data, bool) and self.random.random() < 0.5:
-            return data + self.random.choice((-1, 1, 2, 7, 0.5, -data, data))
+            return data + self.random.choice((-1, 1, 2, 7, -data, data))
         return self._word()
 
     def _word(self) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,20 +28,6 @@ def site_table(alignment: Alignment) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def hash_files(given: str | Path) -> dict[str, str]:
-    """sha256 of a file, or of every file of a folder, by its path in it."""
-    path = Path(str(given).rpartition(":")[2]) if str(given).startswith("openclip:") else Path(given)
-    files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else []
-    hashes = {}
-    for file in files:
-        digest = hashlib.sha256()
-        with open(file, "rb") as data:
-            while block := data.read(1 << 20):
-                digest.update(block)
-        hashes[file.name if file == path else str(file.relative_to(path))] = digest.hexdigest()
-    return hashes
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:

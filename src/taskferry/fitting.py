@@ -26,7 +26,7 @@ from taskferry.pairing import DepthRule, Pair, nearest_block, pair_sites
 from taskferry.procrustes import DEFAULT_TOLERANCE, Map, RankPolicy
 from taskferry.progress import with_bars
 from taskferry.sites import Site
-from taskferry.solving import Alone, Kept, MapOptions, Solved
+from taskferry.solving import Alone, Kept, MapOptions, Solved, UNREACHED
 from taskferry.version import __version__
 
 AnyObjective = Objective | Callable[[nn.Module, Batch], Tensor]
@@ -116,6 +116,9 @@ def fit(
         if ranks.rank == 0:
             kept.save(number, group, found)
         solved.add(found)
+    if ranks.rank == 0 and pairs and not solved.pairs and set(solved.reasons.values()) == {UNREACHED}:
+        names = " or of ".join(dict.fromkeys(type(model).__name__ for model in (source, target)))
+        raise TaskferryError(f"the loss of {names} does not depend on any of its linear layers")
     return solved.alignment(
         source_parameters={name: tuple(p.shape) for name, p in source.named_parameters()},
         target_parameters={name: tuple(p.shape) for name, p in target.named_parameters()},

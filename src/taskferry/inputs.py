@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 
 from taskferry.errors import TaskferryError
@@ -20,42 +19,32 @@ class Inputs:
 
     def __init__(self, **given: str | Path | None) -> None:
         self.given = {name: value for name, value in given.items() if value is not None}
-        self._stamps = self._look()
+        self._stamps = {name: {file: _stamp(file) for file in _files(value)} for name, value in self.given.items()}
 
     def check(self) -> None:
         """Refuse to go on where a file has changed: what was computed would be of neither state."""
-        now = self._look()
         for name, stamps in self._stamps.items():
-            changed = sorted(
-                file for file in stamps.keys() | now[name].keys() if stamps.get(file) != now[name].get(file)
-            )
-            if changed:
-                raise TaskferryError(
-                    f"{changed[0]} changed during the run ({name.replace('_', ' ')}): nothing was written; run it again"
-                )
+            for file, stamp in stamps.items():
+                if not file.is_file() or _stamp(file) != stamp:
+                    raise TaskferryError(
+                        f"{file} changed during the run ({name.replace('_', ' ')}): nothing was written; run it again"
+                    )
 
     def hashes(self) -> dict[str, dict[str, str]]:
-        """sha256 of all files, which are checked to be the same before and after."""
+        """sha256 of every file by its path in what was given; checked to be the same before and after."""
         self.check()
-        found = {name: hash_files(value) for name, value in self.given.items()}
+        found = {}
+        for name, stamps in self._stamps.items():
+            root = Path(self.given[name])
+            found[name] = {str(f.relative_to(root)) if root.is_dir() else f.name: hash_file(f) for f in stamps}
         self.check()
         return found
 
-    def _look(self) -> Mapping[str, dict[Path, Stamp]]:
-        return {name: {file: _stamp(file) for file in files_of(value)} for name, value in self.given.items()}
 
-
-def files_of(given: str | Path) -> list[Path]:
+def _files(given: str | Path) -> list[Path]:
     """A file, or every file of a folder."""
     path = Path(str(given).rpartition(":")[2]) if str(given).startswith("openclip:") else Path(given)
     return [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else []
-
-
-def hash_files(given: str | Path) -> dict[str, str]:
-    """sha256 of a file, or of every file of a folder, by its path in it."""
-    files = files_of(given)
-    alone = len(files) == 1 and not Path(given).is_dir()
-    return {file.name if alone else str(file.relative_to(given)): hash_file(file) for file in files}
 
 
 def hash_file(file: Path) -> str:

@@ -7,7 +7,8 @@ searched: each look at a loss reads the whole target from disk.
 from __future__ import annotations
 
 import json
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from taskferry.alignment import NO_CHANGE, Alignment
-from taskferry.card import hash_files, site_table
+from taskferry.card import site_table
 from taskferry.checkpoints import Adapter, Skeleton, is_adapter, read_adapter, write_adapter
 from taskferry.checkpoints.huggingface import copy_side_files, owns
 from taskferry.checkpoints.models import resolve
@@ -26,9 +27,10 @@ from taskferry.engines.estimate import plan_blocks
 from taskferry.engines.lazy import INDEX, LazyModel
 from taskferry.engines.walk import Walk
 from taskferry.errors import TaskferryError
-from taskferry.files import write_plain_safetensors
+from taskferry.files import write_plain_safetensors, writing
 from taskferry.fitting import Steps, changed_pairs, parameter_reasons
 from taskferry.forms import FORMS, output_kind
+from taskferry.inputs import Inputs
 from taskferry.outcome import Outcome, Reporter, finish, verdict, with_coverage
 from taskferry.pairing import Pair, pair_sites
 from taskferry.preparing import Prepared, prepare
@@ -37,6 +39,7 @@ from taskferry.settings import TransferSettings, dump_settings
 from taskferry.solving import MapOptions
 from taskferry.stages import Stages
 from taskferry.taskvector import Delta, TaskVector, as_dense
+from taskferry.temporary import sweep, temporary_folder
 from taskferry.version import __version__
 
 
@@ -46,17 +49,22 @@ def transfer_blockwise(
     """Walk both models, move block by block, write each block as it is done, look at the loss once more."""
     scale = _check(settings)
     check_free(settings.out)
+    inputs = Inputs(
+        source_base=resolve(settings.source_base),
+        source_tuned=resolve(settings.source_tuned),
+        target_base=resolve(settings.target_base),
+        calibration=settings.calibration,
+    )
     source, target = (_lazy(given) for given in (settings.source_base, settings.target_base))
     tuned = _Tuned.open(settings.source_tuned, source)
     kind = output_kind(settings, tuned.adapter)
     if kind == "task-vector" or (kind == "lora" and tuned.adapter is None):
         raise TaskferryError("block by block writes a LoRA for a LoRA, and a full model for a full fine-tune")
     prepared = prepare(settings, source.loaded(), target.loaded(), None)
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=settings.out.parent, prefix=f".{settings.out.name}.walk.") as scratch:
+    with writing(settings.out), _scratch(settings.out) as scratch:
         walks = []
         for side, lazy in enumerate((source, target)):
-            folder = Path(scratch) / str(side)
+            folder = scratch / str(side)
             folder.mkdir()
             walks.append(Walk(lazy, prepared.calibration.side(side), prepared.objectives[side], folder))
         pairs, reasons = pair_sites(walks[0].sites, walks[1].sites)
@@ -74,8 +82,10 @@ def transfer_blockwise(
             reporter.ends("prepare")
             job = _Job(settings, scale, walks[0], walks[1], tuned, kind, folder, reporter)
             job.move(pairs, prepared)
-            record = {**job.record(command, prepared, reasons), "work": reporter.work()}
+            made = job.record(command, prepared, reasons, inputs.hashes())
+            record = {**made, "work": reporter.work()}
             finish(folder, record, dump_settings(settings), adapter=kind == "lora")
+            inputs.check()
     return Outcome(record, settings.out)
 
 
@@ -204,12 +214,14 @@ class _Job:
 
     def _loss_of(self, lazy: LazyModel, prepared: Prepared) -> float:
         """The calibration loss of what was written, read again from its files."""
-        with tempfile.TemporaryDirectory(dir=self.settings.out.parent, prefix=".walk.") as scratch:
-            walk = Walk(lazy, prepared.calibration.side(1), prepared.objectives[1], Path(scratch))
+        with _scratch(self.settings.out) as scratch:
+            walk = Walk(lazy, prepared.calibration.side(1), prepared.objectives[1], scratch)
             walk.forward(backward=False, on_block=Steps(self.reporter.step, "check", len(walk.blocks)).step)
         return walk.loss
 
-    def record(self, command: str, prepared: Prepared, reasons: dict[str, str]) -> dict[str, Any]:
+    def record(
+        self, command: str, prepared: Prepared, reasons: dict[str, str], inputs: dict[str, dict[str, str]]
+    ) -> dict[str, Any]:
         settings, samples = self.settings, prepared.calibration.samples
         why = parameter_reasons(self.target.model, self.target.sites, reasons | self.reasons)
         rows = []
@@ -226,12 +238,7 @@ class _Job:
             {
                 "command": command,
                 "settings": settings.model_dump(mode="json"),
-                "inputs": {
-                    "source_base": hash_files(self.source.lazy.folder),
-                    "source_tuned": hash_files(settings.source_tuned),
-                    "target_base": hash_files(self.target.lazy.folder),
-                    "calibration": hash_files(settings.calibration),
-                },
+                "inputs": inputs,
                 "calibration": {"indices": prepared.indices, "labels": prepared.labels, "samples": samples},
                 "provenance": {
                     "method": "bico",
@@ -246,6 +253,15 @@ class _Job:
             },
             moved,
         )
+
+
+@contextmanager
+def _scratch(out: Path) -> Iterator[Path]:
+    """A folder beside the output for what the walks keep on disk."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    sweep(out.parent, out.name[:80])
+    with temporary_folder(out.parent, f"{out.name[:80]}.walk") as scratch:
+        yield scratch
 
 
 def _lazy(given: str) -> LazyModel:

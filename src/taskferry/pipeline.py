@@ -12,7 +12,7 @@ from typing import Any
 
 from taskferry.alignment import Alignment
 from taskferry.analysis.spectrum import before_and_after
-from taskferry.card import hash_files, site_table
+from taskferry.card import site_table
 from taskferry.checkpoints import (
     Loaded,
     Skeleton,
@@ -23,11 +23,13 @@ from taskferry.checkpoints import (
     read_adapter,
 )
 from taskferry.checkpoints.loaded import to_device
+from taskferry.checkpoints.models import resolve
 from taskferry.checkpoints.output import check_free, kept_groups, staged_folder
 from taskferry.engines.distributed import Ranks, process_group, rank_and_size, started_by_torchrun
 from taskferry.errors import TaskferryError
 from taskferry.fitting import fit, hash_parameters
 from taskferry.forms import FORMS, check_output, in_form, output_kind, write_form
+from taskferry.inputs import Inputs
 from taskferry.large import transfer_blockwise
 from taskferry.methods import Job, find
 from taskferry.outcome import Outcome, Reporter, finish, summary, verdict, with_coverage
@@ -51,6 +53,12 @@ def transfer(
         return transfer_blockwise(settings, command=command, reporter=reporter, dry_run=dry_run)
     check_free(settings.out)
     own = find(settings.method).checked(_method_settings(settings))
+    inputs = Inputs(
+        source_base=resolve(settings.source_base),
+        source_tuned=resolve(settings.source_tuned),
+        target_base=resolve(settings.target_base),
+        calibration=settings.calibration,
+    )
     source, target = _load_pair(settings.source_base, settings.target_base, settings.device)
     tuned = load_tuned(settings.source_tuned, source)
     if not len(tuned.tau):
@@ -65,46 +73,48 @@ def transfer(
     reporter.ends("prepare")
     with kept_groups(settings.out) as keep:
         moved, provenance, sites = _move(settings, own, source, target, tuned, prepared, reporter, keep)
-    if not len(moved):
-        raise TaskferryError(f"nothing of {settings.source_tuned} moved: {summary(moved)}")
-    if kind == "lora" and settings.rank is None and settings.energy is None and not moved.low_rank:
-        raise TaskferryError(f"the method {settings.method} makes a dense change of a LoRA: write it with --as-model")
-    reporter.ends("apply")
-    # Cut first: the scale and the verdict are those of what is written.
-    final, extra = in_form(settings, kind, moved)
-    loss = prepared.objectives[1].bind(target.model, prepared.calibration.side(1))
-    curve = _scale(settings, target, final, loss, prepared, reporter)
-    record = {
-        "command": command,
-        "settings": settings.model_dump(mode="json"),
-        "inputs": {
-            "source_base": hash_files(source.folder or settings.source_base),
-            "source_tuned": hash_files(settings.source_tuned),
-            "target_base": hash_files(target.folder or settings.target_base),
-            "calibration": hash_files(settings.calibration),
-        },
-        "calibration": {"indices": prepared.indices, "labels": prepared.labels, **provenance.get("calibration", {})},
-        "provenance": provenance,
-        "verdict": verdict(curve, final),
-        "scale_curve": curve.points,
-        "sites": sites,
-        "spectrum": before_and_after(tuned.tau, moved),
-        "ignored": dict(tuned.ignored),
-        **extra,
-    }
-    reporter.ends("record")
-    record = with_coverage({**record, "work": reporter.work()}, final)
-    if not curve.helps:
-        return Outcome(record, None)
-    final = curve.best * final
-    with staged_folder(settings.out) as folder:
-        base = settings.target_base
-        write_form(kind, final, folder, target=target, adapter=tuned.adapter, base=base)
-        finish(folder, record, dump_settings(settings), adapter=kind == "lora")
-        reporter.step("check", 0, 1)
-        check_output(folder, kind, final, target)
-        reporter.step("check", 1, 1)
-    return Outcome(record, settings.out)
+        if not len(moved):
+            raise TaskferryError(f"nothing of {settings.source_tuned} moved: {summary(moved)}")
+        if kind == "lora" and settings.rank is None and settings.energy is None and not moved.low_rank:
+            raise TaskferryError(
+                f"the method {settings.method} makes a dense change of a LoRA: write it with --as-model"
+            )
+        reporter.ends("apply")
+        # Cut first: the scale and the verdict are those of what is written.
+        final, extra = in_form(settings, kind, moved)
+        loss = prepared.objectives[1].bind(target.model, prepared.calibration.side(1))
+        curve = _scale(settings, target, final, loss, prepared, reporter)
+        record = {
+            "command": command,
+            "settings": settings.model_dump(mode="json"),
+            "inputs": inputs.hashes(),
+            "calibration": {
+                "indices": prepared.indices,
+                "labels": prepared.labels,
+                **provenance.get("calibration", {}),
+            },
+            "provenance": provenance,
+            "verdict": verdict(curve, final),
+            "scale_curve": curve.points,
+            "sites": sites,
+            "spectrum": before_and_after(tuned.tau, moved),
+            "ignored": dict(tuned.ignored),
+            **extra,
+        }
+        reporter.ends("record")
+        record = with_coverage({**record, "work": reporter.work()}, final)
+        if not curve.helps:
+            return Outcome(record, None)
+        final = curve.best * final
+        with staged_folder(settings.out) as folder:
+            base = settings.target_base
+            write_form(kind, final, folder, target=target, adapter=tuned.adapter, base=base)
+            finish(folder, record, dump_settings(settings), adapter=kind == "lora")
+            reporter.step("check", 0, 1)
+            check_output(folder, kind, final, target)
+            inputs.check()
+            reporter.step("check", 1, 1)
+        return Outcome(record, settings.out)
 
 
 def plan_transfer(settings: PlanSettings, reporter: Reporter) -> Plan:
@@ -149,6 +159,11 @@ def fit_alignment(
     rank, size = rank_and_size()
     if settings.shard and not started_by_torchrun():
         raise TaskferryError("--shard spreads a model over processes: start them with torchrun, or leave it out")
+    inputs = Inputs(
+        source_base=resolve(settings.source_base),
+        target_base=resolve(settings.target_base),
+        calibration=settings.calibration,
+    )
     # Models that are to be sharded reach the device in parts.
     device = "cpu" if settings.shard else settings.device
     source, target = _load_pair(settings.source_base, settings.target_base, device)
@@ -173,6 +188,7 @@ def fit_alignment(
         alignment = _fit(settings, source, target, prepared, reporter, ranks=ranks, keep=keep)
         if rank != 0:
             return None
+        inputs.check()
         alignment.save(settings.out)
     return alignment
 
@@ -180,6 +196,10 @@ def fit_alignment(
 def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
     """A saved alignment and a tuned source into an output; a LoRA needs no model at all."""
     check_free(settings.out)
+    bases = {side: getattr(settings, side) for side in ("source_base", "target_base")}
+    # The name of a base in an adapter need not be there.
+    there = {side: given for side, given in bases.items() if given is not None and Path(given).exists()}
+    inputs = Inputs(alignment=settings.alignment, source_tuned=settings.source_tuned, **there)
     alignment = Alignment.load(settings.alignment)
     tuned = _tuned_for(settings, alignment)
     kind = output_kind(settings, tuned.adapter)
@@ -194,7 +214,7 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
     record = {
         "command": command,
         "settings": settings.model_dump(mode="json"),
-        "inputs": {"alignment": hash_files(str(settings.alignment)), "source_tuned": hash_files(settings.source_tuned)},
+        "inputs": inputs.hashes(),
         "provenance": alignment.provenance,
         "verdict": {"sentence": sentence, "scale": settings.scale},
         "sites": site_table(alignment),
@@ -207,14 +227,14 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
         _same_model(alignment, "target", target)
     else:
         sites = [pair.target for pair in alignment.pairs]
-        prefix = str(alignment.provenance["target"].get("prefix", ""))
-        target = Skeleton.from_sites(alignment.target_parameters, sites, prefix)
+        target = Skeleton.from_sites(alignment.target_parameters, sites, alignment.model("target").get("prefix", ""))
     with staged_folder(settings.out) as folder:
         base = settings.target_base or ""
         write_form(kind, final, folder, target=target, adapter=tuned.adapter, base=base)
         if isinstance(target, Loaded):
             check_output(folder, kind, final, target)
         finish(folder, with_coverage(record, moved), dump_settings(settings), adapter=kind == "lora")
+        inputs.check()
     return Outcome(with_coverage(record, moved), settings.out)
 
 
@@ -312,7 +332,7 @@ def _tuned_for(settings: ApplySettings, alignment: Alignment) -> Tuned:
 
 
 def _same_model(alignment: Alignment, side: str, loaded: Loaded) -> None:
-    if hash_parameters(loaded.model) != alignment.provenance[side]["sha256"]:
+    if hash_parameters(loaded.model) != alignment.model(side)["sha256"]:
         raise TaskferryError(f"{loaded.given} is not the {side} that this alignment was fitted on: fit one for it")
 
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from taskferry.checkpoints.folders import check_folder, check_inside
 from taskferry.checkpoints.loaded import Loaded
 from taskferry.errors import TaskferryError
+from taskferry.files import read_json
 from taskferry.taskvector import TaskVector
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.index.json", "*.gguf")
+MOST_LAYERS = 1000
 _TEXT = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
 def owns(where: str) -> bool:
     """A folder whose config.json names a model type."""
     config = Path(where) / "config.json"
-    return config.is_file() and "model_type" in _read_json(config)
+    return config.is_file() and "model_type" in read_json(config)
 
 
 def download(given: str) -> str:
@@ -59,9 +63,15 @@ def skeleton(folder: Path) -> tuple[nn.Module, torch.dtype]:
     transformers, accelerate = _import("transformers"), _import("accelerate")
     quiet(transformers)
     cls, stored = _class_and_precision(transformers, folder)
-    with accelerate.init_empty_weights(include_buffers=False):  # rotary tables are buffers, and computed
-        model = cls._from_config(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
-    model.tie_weights()
+    try:
+        _check_size(cls, folder)
+        with accelerate.init_empty_weights(include_buffers=False):  # rotary tables are buffers, and computed
+            model = cls._from_config(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        model.tie_weights()
+    except TaskferryError:
+        raise
+    except Exception as error:  # as in loading
+        raise TaskferryError(f"{folder} does not load as {cls.__name__}: {_line(error)}") from error
     return model.float().eval().requires_grad_(False), stored
 
 
@@ -84,6 +94,8 @@ def copy_side_files(source: Path, folder: Path) -> None:
         skip = file.name in ("README.md", "taskferry.json", "taskferry.yaml") or any(file.match(w) for w in _WEIGHTS)
         if file.name.startswith(".") or skip:
             continue
+        if file.is_symlink():
+            check_inside(source, file)
         if file.is_file():
             shutil.copyfile(file, folder / file.name)
         elif (file / "config.json").is_file():  # sentence-transformers keeps its pooling in such a folder
@@ -96,7 +108,7 @@ def tokenizer(loaded: Loaded) -> Any:
     transformers = _import("transformers")
     try:
         return transformers.AutoTokenizer.from_pretrained(loaded.folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever stands in its files
         raise TaskferryError(f"{loaded.given} has no tokenizer that loads: {_line(error)}") from error
 
 
@@ -105,7 +117,7 @@ def image_transform(loaded: Loaded) -> Any:
     transformers = _import("transformers")
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(loaded.folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever stands in its files
         raise TaskferryError(f"{loaded.given} has no image processor that loads: {_line(error)}") from error
     return lambda image: processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
 
@@ -118,38 +130,78 @@ def quiet(transformers: Any) -> None:
 
 def _class_and_precision(transformers: Any, folder: Path, architecture: str | None = None) -> tuple[Any, torch.dtype]:
     """The class that a configuration names, or the one asked for; and the precision of its weights."""
-    config = _read_json(folder / "config.json")
-    name = architecture or (config.get("architectures") or ["AutoModel"])[0]
-    stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
-    return getattr(transformers, str(name), transformers.AutoModel), stored
+    check_folder(folder)
+    config = read_json(folder / "config.json")
+    named = config.get("architectures") or ["AutoModel"]
+    name = architecture or (named[0] if isinstance(named, list) else named)
+    cls = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
+    if cls is None and config.get("auto_map"):
+        raise TaskferryError(
+            f"{folder} brings code of its own ({', '.join(map(str, config['auto_map']))}), which is never run: give a "
+            "model whose class is part of transformers"
+        )
+    cls = transformers.AutoModel if cls is None else cls
+    if cls is not transformers.AutoModel and not (
+        isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+    ):
+        raise TaskferryError(f"{folder} names the class {name!r}, which is no model of transformers")
+    stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    return cls, stored if isinstance(stored, torch.dtype) else torch.float32
 
 
 def _from_pretrained(cls: Any, folder: Path, dtype: str) -> tuple[nn.Module, dict[str, Any]]:
     try:
+        _check_size(cls, folder)
         model, info = cls.from_pretrained(
             folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except TaskferryError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise TaskferryError(
+            f"{folder} holds a pickle that could run code on loading, so it is refused: save the model as safetensors"
+        ) from error
+    except Exception as error:  # the configuration goes into the model's constructors, which check nothing
         if "mismatch" in str(error):
             raise TaskferryError(
                 f"{folder} does not have the shape of a {cls.__name__} of that base: give the base model that was tuned"
             ) from error
         raise TaskferryError(f"{folder} does not load as {cls.__name__}: {_line(error)}") from error
+    if all(name in info["missing_keys"] for name, _ in model.named_parameters()):
+        raise TaskferryError(f"{folder} holds no parameter of a {cls.__name__}: its configuration is of another model")
     return model, info
+
+
+def _check_size(cls: Any, folder: Path) -> None:
+    """Whether a configuration is of a model that its files can hold: no memory is taken for what they do not."""
+    transformers = _import("transformers")
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    deep = [name for name, value in _numbers(config.to_dict()) if "layer" in name and value > MOST_LAYERS]
+    if deep:
+        raise TaskferryError(
+            f"{folder / 'config.json'}: {deep[0]} is beyond {MOST_LAYERS}: the configuration is damaged"
+        )
+    with torch.device("meta"):
+        make = getattr(cls, "_from_config", None) or cls.from_config
+        needed = sum(parameter.numel() for parameter in make(config).parameters())
+    held = sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern))
+    if needed > 16 * held + 2**20:  # four-bit weights, a new head
+        raise TaskferryError(
+            f"{folder / 'config.json'} is of a model of {needed:,} numbers, its weights have {held:,} bytes: "
+            "they do not belong together"
+        )
+
+
+def _numbers(config: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(config, dict):
+        for key, value in config.items():
+            yield from _numbers(value, str(key))
+    elif isinstance(config, int | float):
+        yield name, config
 
 
 def _line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TaskferryError(f"{path} is no JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise TaskferryError(f"{path} is no JSON object")
-    return data
 
 
 def _import(name: str) -> Any:

@@ -19,6 +19,9 @@ def check_free(out: Path) -> None:
     if above is not None and not above.is_dir():
         raise TaskferryError(f"{above} is a file, so {out} cannot be written: give another --out")
     if out.exists() or out.is_symlink():
+        # A run that was killed after its last step has left these.
+        sweep(out.parent, out.name[:80])
+        shutil.rmtree(_groups(out), ignore_errors=True)
         raise TaskferryError(f"{out} exists: give another --out, or remove it")
 
 
@@ -52,6 +55,9 @@ def staged_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
 @contextmanager
 def kept_groups(out: Path) -> Iterator[Path]:
     """A folder beside an output for what is finished; it stays when the work is cut off, and goes when it is done."""
-    keep = out.with_name(f".{out.name}.groups")
-    yield keep
-    shutil.rmtree(keep, ignore_errors=True)
+    yield _groups(out)
+    shutil.rmtree(_groups(out), ignore_errors=True)
+
+
+def _groups(out: Path) -> Path:
+    return out.with_name(f".{out.name}.groups")

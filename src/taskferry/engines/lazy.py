@@ -10,19 +10,19 @@ time, and each file is closed again, so that no mapped page stays resident.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from taskferry.checkpoints import Loaded, huggingface
+from taskferry.checkpoints.folders import read_index
 from taskferry.engines.memory import give_back
 from taskferry.errors import TaskferryError
+from taskferry.files import is_finite
 from taskferry.taskvector import TaskVector, as_dense, match_names
 
 INDEX = "model.safetensors.index.json"
@@ -70,6 +70,8 @@ class LazyModel:
                 with safe_open(str(path), framework="pt") as file:
                     for name in inside:
                         tensor: Tensor = file.get_tensor(self.stored[name])
+                        if not is_finite(tensor):
+                            raise TaskferryError(f"{path}: {name} holds numbers that are not finite: it is damaged")
                         # A copy in any case: nothing may point into the mapped file.
                         value = tensor.to(dtype or tensor.dtype, copy=True)
                         if name in self.changes:
@@ -109,21 +111,13 @@ def _files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, from the index or from the files themselves."""
     index = folder / INDEX
     if index.is_file():
-        try:
-            weights: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            found = {str(name): folder / str(file) for name, file in weights.items()}
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise TaskferryError(f"{index} is no index of shards: {error!r}") from error
-        strange = [str(p.name) for p in found.values() if p.parent != folder or not p.is_file()]
-        if strange:
-            raise TaskferryError(f"{index} names a file that is not in the folder: {strange[0]}")
-        return found
-    found = {}
+        return read_index(index)
+    found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(str(path), framework="pt") as file:
                 found |= dict.fromkeys(file.keys(), path)
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise TaskferryError(f"{path} is no safetensors file: {error}") from error
     if not found:
         raise TaskferryError(f"{folder} has no safetensors files: block by block needs them")

@@ -66,6 +66,8 @@ def move_one(way: Way, move: str, base: str, name: str, inputs: Store, outputs: 
                 coverage = {} if moved.coverage is None else {"coverage_summary": moved.coverage.summary()}
                 record = {"made_from": made_from, "move": move, "scale": scale, **coverage}
                 (stage / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                if _hash(folder) != made_from:
+                    raise TaskferryError("it changed while it was read: run the fleet again")
     except TaskferryError as error:
         return failed(str(error))
     except Exception as error:  # one strange adapter must stop nobody
@@ -80,7 +82,9 @@ def _hash(folder: Path) -> str:
         path = folder / name
         if path.is_file():
             digest.update(name.encode())
-            digest.update(path.read_bytes())
+            with open(path, "rb") as data:
+                while block := data.read(1 << 20):
+                    digest.update(block)
     return digest.hexdigest()
 
 

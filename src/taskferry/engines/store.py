@@ -13,6 +13,8 @@ from typing import Any
 
 from taskferry.checkpoints.output import staged_folder
 from taskferry.errors import TaskferryError
+from taskferry.files import write_text
+from taskferry.temporary import sweep
 
 
 class Store:
@@ -30,9 +32,10 @@ class Store:
             self.fs, self.root = fsspec.core.url_to_fs(self.address)
 
     def make(self) -> None:
-        """Make sure that it is there."""
+        """Make sure that it is there, without what runs that died have left in it."""
         if self.fs is None:
             Path(self.root).mkdir(parents=True, exist_ok=True)
+            sweep(Path(self.root))
         else:
             self.fs.makedirs(self.root, exist_ok=True)
 
@@ -66,7 +69,7 @@ class Store:
     def write_text(self, name: str, text: str) -> None:
         """A small file."""
         if self.fs is None:
-            (Path(self.root) / name).write_text(text, encoding="utf-8")
+            write_text(Path(self.root) / name, text)
         else:
             self.fs.pipe_file(f"{self.root}/{name}", text.encode())
 
