@@ -21,13 +21,13 @@ with atheris.instrument_imports(include=["taskferry.checkpoints", "taskferry.ali
                                          "taskferry.files", "taskferry.taskvector"]):  # fmt: skip
     import fuzzing
     from mutation import Mutator
+    from tests import hostile
 
     from taskferry import Alignment, TaskVector
     from taskferry.checkpoints import read_adapter
     from taskferry.checkpoints.folders import check_folder
     from taskferry.errors import TaskferryError
     from taskferry.files import HEADER
-    from tests import hostile
 
 
 def adapters(folder: Path, data: bytes) -> None:

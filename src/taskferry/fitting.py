@@ -26,7 +26,7 @@ from taskferry.pairing import DepthRule, Pair, nearest_block, pair_sites
 from taskferry.procrustes import DEFAULT_TOLERANCE, Map, RankPolicy
 from taskferry.progress import with_bars
 from taskferry.sites import Site
-from taskferry.solving import Alone, Kept, MapOptions, Solved, UNREACHED
+from taskferry.solving import UNREACHED, Alone, Kept, MapOptions, Solved
 from taskferry.version import __version__
 
 AnyObjective = Objective | Callable[[nn.Module, Batch], Tensor]
