@@ -157,7 +157,7 @@ def test_a_damaged_alignment_is_refused(llama: Alignment, tmp_path: Path) -> Non
     llama.save(tmp_path / "good.alignment")
     data = (tmp_path / "good.alignment").read_bytes()
     (tmp_path / "cut.alignment").write_bytes(data[: len(data) // 2])
-    with pytest.raises(TaskferryError, match="no safetensors file"):
+    with pytest.raises(TaskferryError, match="no readable safetensors file"):
         Alignment.load(tmp_path / "cut.alignment")
 
 

@@ -91,7 +91,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskferryError, match="is no taskferry task vector"):
         TaskVector.load(tmp_path / "other.safetensors")
     (tmp_path / "junk.safetensors").write_bytes(b"\x80\x04junk")
-    with pytest.raises(TaskferryError, match="no safetensors file"):
+    with pytest.raises(TaskferryError, match="no readable safetensors file"):
         TaskVector.load(tmp_path / "junk.safetensors")
     with pytest.raises(TaskferryError, match="does not exist"):
         TaskVector.load(tmp_path / "absent.safetensors")

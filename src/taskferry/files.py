@@ -33,14 +33,13 @@ def write_plain_safetensors(path: str | Path, tensors: Mapping[str, Tensor]) -> 
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write beside the destination, flush to disk, then rename over it."""
     with replacing(path) as temporary:
         save_file(_separate(tensors), temporary, metadata)
 
 
-def write_text(path: Path, text: str) -> None:
-    """A small file, whole or not at all."""
-    with replacing(path) as temporary:
+def write_text(path: str | Path, text: str) -> None:
+    """A text file, over an earlier one."""
+    with replacing(Path(path)) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

@@ -82,7 +82,8 @@ def transfer_blockwise(
             reporter.ends("prepare")
             job = _Job(settings, scale, walks[0], walks[1], tuned, kind, folder, reporter)
             job.move(pairs, prepared)
-            record = {**job.record(command, prepared, reasons, inputs.hashes()), "work": reporter.work()}
+            made = job.record(command, prepared, reasons, inputs.hashes())
+            record = {**made, "work": reporter.work()}
             finish(folder, record, dump_settings(settings), adapter=kind == "lora")
             inputs.check()
     return Outcome(record, settings.out)
