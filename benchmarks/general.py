@@ -9,6 +9,7 @@ data. The share of the oracle's gain decides what a fleet should do by default.
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from typing import Any
@@ -67,15 +68,22 @@ def main() -> None:
     started = time.time()
     bench = open_zoo(options.quick)
     tasks = list(bench.recipe.tasks)[:2] if options.quick else list(bench.recipe.tasks)
-    results: dict[str, Any] = {}
+    # A run that was cut off goes on after its last finished row.
+    kept = options.json is not None and options.json.exists() and not options.quick
+    results: dict[str, Any] = json.loads(options.json.read_text()) if kept else {}
+    results.pop("seconds", None)
     rows = []
     for pair in PAIRS[:1] if options.quick else PAIRS:
         for task in tasks:
             torch.manual_seed(0)
             others = [other for other in tasks if other != task]
-            draws = [study(bench, pair, task, others, seed) for seed in range(1 if options.quick else 2)]
+            key = f"{pair[0]} → {pair[1]}: {task}"
+            seeds = range(1 if options.quick else 2)
+            draws = results.get(key) or [study(bench, pair, task, others, seed) for seed in seeds]
             mean = {name: statistics.mean(d[name] for d in draws) for name in draws[0]}
-            results[f"{pair[0]} → {pair[1]}: {task}"] = draws
+            results[key] = draws
+            if options.json is not None:
+                options.json.write_text(json.dumps(results, indent=1) + "\n")
             possible = mean["oracle"] - mean["target"]
             shares = [f"{(mean[kind] - mean['target']) / possible:.0%}" for kind in KINDS]
             rows.append([f"{pair[0]} → {pair[1]}", task, f"{mean['target']:.1f}", f"{mean['oracle']:.1f}", *shares])

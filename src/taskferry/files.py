@@ -24,17 +24,14 @@ MOST_JSON = 64 * 2**20  # bytes; the largest real index of shards has a few
 
 def write_safetensors(path: str | Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
     """A file of our own kinds, with its header."""
-    _write(Path(path), tensors, {HEADER: json.dumps(header)})
+    with replacing(Path(path)) as temporary:
+        save_file(_separate(tensors), temporary, {HEADER: json.dumps(header)})
 
 
 def write_plain_safetensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
-    """A file as other tools write them."""
-    _write(Path(path), tensors, {"format": "pt"})
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    with replacing(path) as temporary:
-        save_file(_separate(tensors), temporary, metadata)
+    """A file as other tools write them, in a folder that is temporary itself: that one is synced and renamed."""
+    with writing(Path(path)):
+        save_file(_separate(tensors), path, {"format": "pt"})
 
 
 def write_text(path: str | Path, text: str) -> None:

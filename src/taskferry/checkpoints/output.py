@@ -29,8 +29,8 @@ def check_free(out: Path) -> None:
 def staged_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """A temporary sibling to write into; it becomes `out` at the end, or is removed on any error or interrupt.
 
-    With `replace` it takes the place of what is there, as one of many: only what its writers sync is sure to outlast a
-    power cut, and left-overs of dead runs are swept by whoever writes them all.
+    With `replace` it takes the place of what is there, as one of many: whoever writes them all syncs them together, and
+    sweeps what dead runs have left.
     """
     if not replace:
         check_free(out)

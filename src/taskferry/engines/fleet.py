@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from taskferry.alignment import Alignment
-from taskferry.engines.moving import Moved, Way, move_one
+from taskferry.engines.moving import Moved, Way, move_batch
 from taskferry.engines.store import Store
 from taskferry.engines.summary import summary_page
 from taskferry.errors import TaskferryError
@@ -174,7 +174,7 @@ def _move_batch(
     if move not in _OPENED:
         _OPENED[move] = Way.of(_from_portable(portable))
     inputs, outputs = Store(adapters), Store(out)
-    return [asdict(move_one(_OPENED[move], move, base, name, inputs, outputs, scale)) for name in names]
+    return [asdict(moved) for moved in move_batch(_OPENED[move], move, base, names, inputs, outputs, scale)]
 
 
 def _portable(alignment: Alignment) -> dict[str, Any]:

@@ -55,8 +55,8 @@ def move_one(way: Way, move: str, base: str, name: str, inputs: Store, outputs: 
     try:
         with inputs.local(name) as folder:
             made_from = _hash(folder)
-            place = f"{move}--{name}"
-            if _made_from(outputs, place) == made_from:
+            place = _place(move, name)
+            if _is_made_from(outputs, place, made_from):
                 return Moved(name, move, "done", seconds=time.perf_counter() - started, again=True)
             adapter = read_adapter(folder, way.source)
             moved = way.alignment.apply(adapter.tau)
@@ -64,7 +64,7 @@ def move_one(way: Way, move: str, base: str, name: str, inputs: Store, outputs: 
             with outputs.staged(place) as stage:
                 write_adapter(stage, moved, way.target, base_name=base, like=adapter)
                 coverage = {} if moved.coverage is None else {"coverage_summary": moved.coverage.summary()}
-                record = {"made_from": made_from, "move": move, "scale": scale, **coverage}
+                record = {"made_from": made_from, "holds": _hash(stage), "move": move, "scale": scale, **coverage}
                 (stage / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
                 if _hash(folder) != made_from:
                     raise TaskferryError("it changed while it was read: run the fleet again")
@@ -88,9 +88,27 @@ def _hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _made_from(outputs: Store, place: str) -> str | None:
+def _is_made_from(outputs: Store, place: str, made_from: str) -> bool:
+    """Whether an output was made from these bytes, and still holds what was written."""
     text = outputs.read_text(f"{place}/{RECORD}")
     try:
-        return str(json.loads(text)["made_from"]) if text else None
-    except (ValueError, KeyError, TypeError):
-        return None
+        record = json.loads(text) if text else {}
+        if record.get("made_from") != made_from:
+            return False
+    except (ValueError, AttributeError):
+        return False
+    with outputs.local(place) as folder:
+        return record.get("holds") == _hash(folder)
+
+
+def move_batch(
+    way: Way, move: str, base: str, names: list[str], inputs: Store, outputs: Store, scale: float
+) -> list[Moved]:
+    """Some adapters, each on its own; told of when all of them are safe on disk."""
+    moved = [move_one(way, move, base, name, inputs, outputs, scale) for name in names]
+    outputs.settle(_place(move, each.adapter) for each in moved if each.status == "done" and not each.again)
+    return moved
+
+
+def _place(move: str, name: str) -> str:
+    return f"{move}--{name}"
