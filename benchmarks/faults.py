@@ -103,10 +103,10 @@ class Faults:
         whole = name not in ("fleet", "finetune")  # those two fill their folder as they go
         if whole and (folder / "out").exists() and jobs.digest(folder / "out") != wanted:
             return f"{what}: half an output"
-        if not whole or not (folder / "out").exists():
-            code = jobs.run(self.world.job(name), folder)
-            if code:
-                return f"{what}: the next run ends with {code}: {Path(f'{folder}.log').read_text()[-1500:]}"
+        there = whole and (folder / "out").exists()  # killed after the last step: the next run refuses, and cleans up
+        code = jobs.run(self.world.job(name), folder)
+        if code != (2 if there else 0):
+            return f"{what}: the next run ends with {code}: {Path(f'{folder}.log').read_text()[-1500:]}"
         if jobs.digest(folder / "out") != wanted:
             return f"{what}: other bytes than an uninterrupted run"
         left = jobs.stray(folder)
