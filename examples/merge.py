@@ -33,12 +33,15 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", help="FOLDER=WEIGHT")
     parser.add_argument("--out", required=True, type=Path)
     options = parser.parse_args()
-    parts = {folder: float(weight) for folder, _, weight in (part.rpartition("=") for part in options.parts)}
+    # Whole paths: mergekit asks a hub about anything that could be a name there.
+    base = str(Path(options.base).resolve())
+    given = (part.rpartition("=") for part in options.parts)
+    parts = {str(Path(folder).resolve()): float(weight) for folder, _, weight in given}
     command = shutil.which("mergekit-yaml", path=str(Path(sys.executable).parent)) or shutil.which("mergekit-yaml")
     if command is None:
         sys.exit("mergekit-yaml is not installed: pip install mergekit")
     file = options.out.with_suffix(".merge.yaml")
-    file.write_text(yaml.safe_dump(recipe(options.base, parts), sort_keys=False), encoding="utf-8")
+    file.write_text(yaml.safe_dump(recipe(base, parts), sort_keys=False), encoding="utf-8")
     subprocess.run([command, str(file), str(options.out)], check=True)
 
 

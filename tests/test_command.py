@@ -297,7 +297,7 @@ def test_interrupting_leaves_nothing(world: Path, tmp_path: Path) -> None:
     for line in running.stdout:  # type: ignore[union-attr]
         if "will move" in line:
             break
-    time.sleep(0.2)
+    time.sleep(0.05)
     running.send_signal(signal.SIGINT)
     _, err = running.communicate(timeout=60)
     assert running.returncode == 130, err

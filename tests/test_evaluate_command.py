@@ -60,6 +60,6 @@ def test_a_bar_starts_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
     bar = Bar("scoring")
     for done in (1, 2, 3):
         bar(done, 3, 0.5)
-    assert bar._progress is None
+    assert bar._bars is None
     assert "3/3" in capsys.readouterr().out
     torch.manual_seed(0)

@@ -51,7 +51,7 @@ dl { margin: 0 } dd { margin: 0; overflow-wrap: anywhere }
   line-height: 1.4; color: var(--muted) }
 .facts { display: grid; grid-template-columns: minmax(7rem, max-content) minmax(0, 1fr); gap: .45rem 1.25rem }
 .facts dt { color: var(--muted) }
-.scroll { overflow-x: auto; margin: 0 0 1.25rem; max-width: 100% }
+.scroll { position: relative; overflow-x: auto; margin: 0 0 1.25rem; max-width: 100% }
 .scroll:focus-visible, pre:focus-visible { outline: 2px solid var(--link); outline-offset: 2px }
 table { border-collapse: collapse; font-size: .9375rem; font-variant-numeric: tabular-nums }
 caption { text-align: left; color: var(--muted); padding: 0 0 .45rem; font-size: .9375rem }
