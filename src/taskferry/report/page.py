@@ -75,7 +75,8 @@ tbody th { font-weight: 400; min-width: 11rem; position: sticky; left: 0; backgr
 figure { margin: 0 0 1.25rem; min-width: 0 }
 figure svg { display: block; width: 100%; height: auto; max-width: 30rem; stroke-linejoin: round }
 figcaption { color: var(--muted); font-size: .9375rem; margin-top: .4rem; max-width: 30rem }
-details { margin: .4rem 0 1rem; font-size: .9375rem } summary { cursor: pointer; overflow-wrap: anywhere; color: var(--link) }
+details { margin: .4rem 0 1rem; font-size: .9375rem }
+summary { cursor: pointer; overflow-wrap: anywhere; color: var(--link) }
 details > .scroll, details > dl { margin: .5rem 0 0 }
 pre { margin: 0 0 1rem; padding: .8rem 1rem; background: var(--card); border-radius: .5rem; white-space: pre-wrap;
   overflow-wrap: anywhere; direction: ltr; font: .875rem/1.6 ui-monospace, "SF Mono", Menlo, Consolas, monospace }
