@@ -19,6 +19,7 @@ from taskferry.checkpoints import (
     Tuned,
     is_adapter,
     load_model,
+    load_pair,
     load_tuned,
     read_adapter,
 )
@@ -59,7 +60,7 @@ def transfer(
         target_base=resolve(settings.target_base),
         calibration=settings.calibration,
     )
-    source, target = _load_pair(settings.source_base, settings.target_base, settings.device)
+    source, target = load_pair(settings.source_base, settings.target_base, settings.device)
     tuned = load_tuned(settings.source_tuned, source)
     if not len(tuned.tau):
         raise TaskferryError(f"{settings.source_tuned} does not differ from {settings.source_base}: nothing to move")
@@ -119,7 +120,7 @@ def transfer(
 
 def plan_transfer(settings: PlanSettings, reporter: Reporter) -> Plan:
     """What fitting and applying would cost; nothing is written."""
-    source, target = _load_pair(settings.source_base, settings.target_base, settings.device)
+    source, target = load_pair(settings.source_base, settings.target_base, settings.device)
     tuned = None if settings.source_tuned is None else load_tuned(settings.source_tuned, source)
     prepared = prepare(settings, source, target, settings.source_tuned)
     plan = _plan(settings, source, target, prepared, tuned)
@@ -166,7 +167,7 @@ def fit_alignment(
     )
     # Models that are to be sharded reach the device in parts.
     device = "cpu" if settings.shard else settings.device
-    source, target = _load_pair(settings.source_base, settings.target_base, device)
+    source, target = load_pair(settings.source_base, settings.target_base, device)
     if rank != 0:
         reporter = Reporter()
     prepared = prepare(settings, source, target, settings.source_tuned)
@@ -248,15 +249,8 @@ def difference(base: str, tuned: str, out: Path) -> TaskVector:
     return tau
 
 
-def _load_pair(source: str, target: str, device: str) -> tuple[Loaded, Loaded]:
-    pair = load_model(source), load_model(target)
-    for loaded in pair:
-        to_device(loaded, device)
-    return pair
-
-
 def _fit(
-    settings: Any,
+    settings: MapSettings,
     source: Loaded,
     target: Loaded,
     prepared: Prepared,
@@ -270,12 +264,9 @@ def _fit(
         target.model,
         prepared.calibration,
         prepared.objectives,
-        map_rank=settings.map_rank,
-        tolerance=settings.tolerance,
-        tokens_per_width=settings.tokens_per_width,
+        **settings.fit_options(),
         only=None if tuned is None else tuned.deltas.keys(),
         factored=tuned is not None and tuned.low_rank,
-        statistics_memory=int(settings.statistics_memory * 2**30),
         progress=reporter.step,
         ranks=ranks,
         keep=keep,

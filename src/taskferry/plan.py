@@ -194,9 +194,14 @@ def resident() -> int:
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * mmap.PAGESIZE
+    return peak()
+
+
+def peak() -> int:
+    """The most bytes that this process has held so far (0 where the system does not say)."""
     try:
         import resource
     except ImportError:  # no such thing on Windows
         return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

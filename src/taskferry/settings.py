@@ -68,6 +68,15 @@ class MapSettings(Settings):
     statistics_memory: float = Field(4.0, gt=0, description="GiB of cross-covariances at once")
     device: str = Field("auto", description="cpu, cuda, or auto")
 
+    def fit_options(self) -> dict[str, Any]:
+        """What `fit` takes of them."""
+        return {
+            "map_rank": self.map_rank,
+            "tolerance": self.tolerance,
+            "tokens_per_width": self.tokens_per_width,
+            "statistics_memory": int(self.statistics_memory * 2**30),
+        }
+
 
 class PlanSettings(CalibrationSettings, MapSettings):
     """taskferry plan."""

@@ -7,13 +7,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from taskferry.outcome import Reporter
-from taskferry.plan import Plan
+from taskferry.plan import Plan, peak
 
 
 class Stages(Reporter):
@@ -43,13 +42,4 @@ class Stages(Reporter):
 
     def work(self) -> dict[str, Any]:
         """Seconds by stage, and the most memory that the process has held so far (0 where the system does not say)."""
-        return {"seconds": {what: round(t, 3) for what, t in self.seconds.items()}, "peak_bytes": _peak()}
-
-
-def _peak() -> int:
-    try:
-        import resource
-    except ImportError:  # no such thing on Windows
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+        return {"seconds": {what: round(t, 3) for what, t in self.seconds.items()}, "peak_bytes": peak()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,11 +22,10 @@ from taskferry.analysis.trajectory import Trajectory
 from taskferry.bench.rows import ROWS, Mover
 from taskferry.calibration.batch import Batch
 from taskferry.calibration.data import load_samples
-from taskferry.checkpoints import Loaded, load_model, load_tuned
-from taskferry.checkpoints.loaded import to_device
+from taskferry.checkpoints import Loaded, load_model, load_pair, load_tuned
 from taskferry.errors import TaskferryError
 from taskferry.families import family_of
-from taskferry.fitting import fit
+from taskferry.fitting import Progress, fit
 from taskferry.methods import CannotMove, Job
 from taskferry.preparing import Prepared, prepare
 from taskferry.scale import moved_by
@@ -35,25 +34,19 @@ from taskferry.taskvector import TaskVector
 from taskferry.version import __version__
 
 KIND = "analysis"
-Tell = Callable[[str, int, int], None]  # (what, done, total)
 
 
-def analyze(settings: AnalyzeSettings, *, command: str, tell: Tell | None = None) -> dict[str, Any]:
+def analyze(settings: AnalyzeSettings, *, command: str, tell: Progress | None = None) -> dict[str, Any]:
     """All that the inputs allow, as plain data: similarity, geometry and cost; with tuned models, outputs and drift."""
     _check(settings)
-    source, target = load_model(settings.source_base), load_model(settings.target_base)
-    for loaded in (source, target):
-        to_device(loaded, settings.device)
+    source, target = load_pair(settings.source_base, settings.target_base, settings.device)
     prepared, fresh = _samples(settings, source, target)
     alignment = fit(
         source.model,
         target.model,
         prepared.calibration,
         prepared.objectives,
-        map_rank=settings.map_rank,
-        tolerance=settings.tolerance,
-        tokens_per_width=settings.tokens_per_width,
-        statistics_memory=int(settings.statistics_memory * 2**30),
+        **settings.fit_options(),
         progress=tell,
     )
     measured = {"calibration": similarity(source.model, target.model, alignment, *_shown(prepared))}

@@ -2,7 +2,7 @@
 
 from taskferry.checkpoints.adapters import Adapter, Skeleton, is_adapter, read_adapter, write_adapter
 from taskferry.checkpoints.loaded import Loaded
-from taskferry.checkpoints.models import Tuned, load_model, load_tuned, write_model
+from taskferry.checkpoints.models import Tuned, load_model, load_pair, load_tuned, write_model
 
 __all__ = [
     "Adapter",
@@ -11,6 +11,7 @@ __all__ = [
     "Tuned",
     "is_adapter",
     "load_model",
+    "load_pair",
     "load_tuned",
     "read_adapter",
     "write_adapter",

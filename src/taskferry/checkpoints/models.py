@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from taskferry.checkpoints import huggingface, openclip, timm
 from taskferry.checkpoints.adapters import Adapter, Skeleton, is_adapter, read_adapter
-from taskferry.checkpoints.loaded import Loaded
+from taskferry.checkpoints.loaded import Loaded, to_device
 from taskferry.checkpoints.states import is_state_file, read_state
 from taskferry.errors import TaskferryError
 from taskferry.files import is_finite
@@ -75,6 +75,14 @@ class Tuned:
     tau: TaskVector
     adapter: Adapter | None = None
     ignored: Mapping[str, str] = field(default_factory=dict)  # what it holds beside changes of the base
+
+
+def load_pair(source: str, target: str, device: str) -> tuple[Loaded, Loaded]:
+    """Both models of a job, on their device."""
+    pair = load_model(source), load_model(target)
+    for loaded in pair:
+        to_device(loaded, device)
+    return pair
 
 
 def load_tuned(given: str, base: Loaded) -> Tuned:

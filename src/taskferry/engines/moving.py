@@ -13,6 +13,7 @@ from taskferry.alignment import Alignment
 from taskferry.checkpoints.adapters import CONFIG, WEIGHTS, Skeleton, read_adapter, write_adapter
 from taskferry.engines.store import Store
 from taskferry.errors import TaskferryError
+from taskferry.inputs import hash_file
 
 RECORD = "taskferry.json"
 
@@ -81,10 +82,7 @@ def _hash(folder: Path) -> str:
     for name in (CONFIG, WEIGHTS, "adapter_model.bin"):
         path = folder / name
         if path.is_file():
-            digest.update(name.encode())
-            with open(path, "rb") as data:
-                while block := data.read(1 << 20):
-                    digest.update(block)
+            digest.update(f"{name}{hash_file(path)}".encode())
     return digest.hexdigest()
 
 
