@@ -11,7 +11,6 @@ docs/reliability.md with `python benchmarks/results.py`.
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib.util
 import json
 import os
@@ -168,7 +167,7 @@ class Faults:
                     path.write_bytes(whole)
                 else:
                     number = self.random.randrange(1, 12)
-                    with failing_reads(number):
+                    with jobs.failing_reads(number):
                         wrong = self._refused(name, folder, wanted, f"{name}, read {number} fails")
                 row.count(wrong)
         return row
@@ -185,7 +184,7 @@ class Faults:
             whole = path.read_bytes()
             folder = jobs.clear(self.work / "changing")
             steps = self.random.randrange(1, 4)
-            code = jobs.run(changing_job(self.world, name, path, steps), folder)
+            code = jobs.run(jobs.changing(self.world, name, path, steps), folder)
             said = Path(f"{folder}.log").read_text()[-1500:] if code else ""
             Path(f"{folder}.log").unlink(missing_ok=True)
             path.write_bytes(whole)
@@ -276,70 +275,6 @@ def guided(runs: int) -> Iterator[Row]:
             row.lost.append(f"{reader}: {(done.stdout + done.stderr)[-3000:]}")
         row.survived += runs // 3 - bool(done.returncode)
     yield row
-
-
-class failing_reads:
-    """In forks made inside: the n-th tensor read from a safetensors file fails as a broken disk does."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __enter__(self) -> None:
-        import safetensors
-        import safetensors.torch
-        import transformers.modeling_utils
-
-        import taskferry.engines.lazy
-        import taskferry.files
-
-        real, left = safetensors.safe_open, [self.number]
-
-        class Failing:
-            def __init__(self, *given: Any, **named: Any) -> None:
-                self.file = real(*given, **named)
-
-            def __enter__(self) -> Failing:
-                self.file.__enter__()
-                return self
-
-            def __exit__(self, *given: Any) -> None:
-                self.file.__exit__(*given)
-
-            def __getattr__(self, name: str) -> Any:
-                if name in ("get_tensor", "get_slice"):
-                    left[0] -= 1
-                    if left[0] == 0:
-                        raise OSError(errno.EIO, os.strerror(errno.EIO))
-                return getattr(self.file, name)
-
-        self.places = [
-            (module, module.safe_open)
-            for module in (safetensors.torch, taskferry.files, taskferry.engines.lazy, transformers.modeling_utils)
-            if hasattr(module, "safe_open")
-        ]
-        for module, _ in self.places:
-            module.safe_open = Failing
-
-    def __exit__(self, *given: object) -> None:
-        for module, before in self.places:
-            module.safe_open = before
-
-
-def changing_job(world: World, name: str, path: Path, steps: int) -> Callable[[], None]:
-    """A job during which a file is written to, at a step that it tells."""
-    from taskferry.outcome import Reporter
-
-    class Changes(Reporter):
-        left = steps
-
-        def step(self, what: str, done: int, total: int) -> None:  # noqa: ARG002
-            self.left -= 1
-            if self.left == 0:
-                content = bytearray(path.read_bytes())
-                content[-3] ^= 1
-                path.write_bytes(content)
-
-    return World(world.root, reporter=Changes()).job(name)
 
 
 def all_rows(faults: Faults, cluster: Any, only: str | None) -> Iterator[Row]:

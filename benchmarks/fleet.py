@@ -31,6 +31,7 @@ from taskferry.settings import FleetSettings, Move
 MODULES = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
 POISONS = ("truncated", "not-finite", "wrong-base", "wrong-shape", "hostile")
 FASTER = 1.5
+NODE = {"num_cpus": 1, "object_store_memory": 600_000_000}  # the alignment alone takes 283 MB
 
 
 def make_alignment(path: Path) -> dict[str, int]:
@@ -115,7 +116,7 @@ class Trouble(FleetReporter):
             threading.Thread(target=self.cluster.remove_node, args=(self.node, False)).start()
         elif len(self.events) == 1 and done > 2 * total / 3:
             self.events.append({"added a node at": done})
-            self.cluster.add_node(num_cpus=1)
+            self.cluster.add_node(**NODE)
 
 
 def main() -> None:
@@ -137,8 +138,8 @@ def main() -> None:
         move = Move(name="b", alignment=work / "a-to-b.alignment", target_base="gte-small")
         settings = FleetSettings(adapters=str(work / "adapters"), out=str(work / "moved"), moves=[move], retries=10)
 
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-        node = cluster.add_node(num_cpus=1)
+        cluster = Cluster(initialize_head=True, head_node_args=NODE)
+        node = cluster.add_node(**NODE)
         import ray
 
         ray.init(address=cluster.address, log_to_driver=False)

@@ -9,13 +9,12 @@ data. The share of the oracle's gain decides what a fleet should do by default.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import common
-import torch
 from zoo_bench import open_zoo, score
 
 from taskferry import Alignment, TaskVector
@@ -46,20 +45,31 @@ def align(bench: Bench, pair: tuple[str, str], found: Statistics) -> Alignment:
     return solve_group(found, pairs, MapOptions()).alignment(shapes[0], shapes[1], reasons, {})
 
 
-def study(bench: Bench, pair: tuple[str, str], task: str, others: list[str], seed: int) -> dict[str, float]:
-    B = bench.model(pair[1])
-    tau, oracle = bench.tuned(pair[0], task), bench.tuned(pair[1], task)
-    test = bench.task(task).test_batches(pair[1], B)
-    head = bench.prepare(Cell(*pair, task, "random", 100, False, seed, ())).objectives[1]
+def total(parts: Iterable[Statistics]) -> Statistics:
+    """Their sum; the parts stay as they are."""
+    whole = Statistics()
+    for part in parts:
+        whole.merge(part)
+    return whole
 
-    target, best = (score(B.model, test, head, tau) for tau in (TaskVector({}), oracle))
-    found = {"target": target, "oracle": best}
-    few, many = Statistics(), Statistics()
-    for other in others:
-        few.merge(sums(bench, pair, other, max(2, 100 // len(others)), seed))
-        many.merge(sums(bench, pair, other, 100, seed))
-    for kind, total in zip(KINDS, (sums(bench, pair, task, 100, seed), few, many), strict=True):
-        found[kind] = score(B.model, test, head, align(bench, pair, total).apply(tau))
+
+def study(bench: Bench, pair: tuple[str, str], tasks: list[str], seed: int) -> dict[str, dict[str, float]]:
+    """Every task's scores with each kind of maps, for one pair and draw."""
+    few, many = ({t: sums(bench, pair, t, n, seed) for t in tasks} for n in (max(2, 100 // (len(tasks) - 1)), 100))
+    found = {}
+    for task in tasks:
+        B = bench.model(pair[1])
+        head = bench.prepare(Cell(*pair, task, "random", 100, False, seed, ())).objectives[1]
+        test = bench.task(task).test_batches(pair[1], B)
+        tau, oracle = bench.tuned(pair[0], task), bench.tuned(pair[1], task)
+        scores = {
+            name: score(B.model, test, head, tau) for name, tau in (("target", TaskVector({})), ("oracle", oracle))
+        }
+        others = [other for other in tasks if other != task]
+        kinds = ([many[task]], [few[other] for other in others], [many[other] for other in others])
+        for kind, parts in zip(KINDS, kinds, strict=True):
+            scores[kind] = score(B.model, test, head, align(bench, pair, total(parts)).apply(tau))
+        found[task] = scores
     return found
 
 
@@ -68,22 +78,13 @@ def main() -> None:
     started = time.time()
     bench = open_zoo(options.quick)
     tasks = list(bench.recipe.tasks)[:2] if options.quick else list(bench.recipe.tasks)
-    # A run that was cut off goes on after its last finished row.
-    kept = options.json is not None and options.json.exists() and not options.quick
-    results: dict[str, Any] = json.loads(options.json.read_text()) if kept else {}
-    results.pop("seconds", None)
+    results: dict[str, Any] = {}
     rows = []
     for pair in PAIRS[:1] if options.quick else PAIRS:
+        draws = [study(bench, pair, tasks, seed) for seed in range(1 if options.quick else 2)]
         for task in tasks:
-            torch.manual_seed(0)
-            others = [other for other in tasks if other != task]
-            key = f"{pair[0]} → {pair[1]}: {task}"
-            seeds = range(1 if options.quick else 2)
-            draws = results.get(key) or [study(bench, pair, task, others, seed) for seed in seeds]
-            mean = {name: statistics.mean(d[name] for d in draws) for name in draws[0]}
-            results[key] = draws
-            if options.json is not None:
-                options.json.write_text(json.dumps(results, indent=1) + "\n")
+            found = results[f"{pair[0]} → {pair[1]}: {task}"] = [draw[task] for draw in draws]
+            mean = {name: statistics.mean(d[name] for d in found) for name in found[0]}
             possible = mean["oracle"] - mean["target"]
             shares = [f"{(mean[kind] - mean['target']) / possible:.0%}" for kind in KINDS]
             rows.append([f"{pair[0]} → {pair[1]}", task, f"{mean['target']:.1f}", f"{mean['oracle']:.1f}", *shares])

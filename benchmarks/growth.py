@@ -1,6 +1,6 @@
 """How the cost grows with width, depth, tokens and samples, against the arithmetic; and whether the plan foretells it.
 
-    python benchmarks/growth.py [--quick] [--json benchmarks/results/growth.json]
+    python benchmarks/growth.py [--quick] [--json benchmarks/results/growth.json] [--only sweeps|pairs]
 
 A Llama of width d and one of width d + d/4, hidden width as the width; one thing varies at a time. Exponents are fitted
 over the larger half of each sweep, because small sizes are overhead. The plan's seconds are compared with the
@@ -10,6 +10,7 @@ measured ones at every point, and on real pairs its memory with the peak of a fr
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import subprocess
 import sys
@@ -138,40 +139,51 @@ def draw(results: dict[str, Any], file: Path) -> None:
     figure.savefig(file, metadata={"Date": None})
 
 
+def measure_sweeps(sweeps: dict[str, list[int]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, values in sweeps.items():
+        base = dict(BASE, samples=64) if name == "width" else BASE  # as many tokens as the widest map is wide, twice
+        points = [point(**{**base, name: value}) for value in values]
+        exponents = {stage: exponent(values, [p[stage] for p in points]) for stage in ("capture", "solve", "apply")}
+        found[name] = {"values": values, "points": points, "exponents": exponents}
+        print(name, exponents, flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two short sweeps, no bound on the plan")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--plot", type=Path, help="draw the sweeps here (SVG)")
+    parser.add_argument("--only", choices=("sweeps", "pairs"), help="the other part is taken from --json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         one_memory({**speed.PAIRS, **speed.QUICK}[options.one])
         return
     started = time.time()
-    results: dict[str, Any] = {}
+    known = json.loads(options.json.read_text()) if options.only else {}
+    sweeps = known["sweeps"] if options.only == "pairs" else measure_sweeps(QUICK if options.quick else SWEEPS)
+    if options.only == "sweeps" or options.quick:
+        pairs = known.get("pairs", {})
+    else:
+        pairs = {name: real_pair(name) for name in speed.PAIRS}
     rows, failures = [], []
-    for name, values in (QUICK if options.quick else SWEEPS).items():
-        base = dict(BASE, samples=64) if name == "width" else BASE  # as many tokens as the widest map is wide, twice
-        points = [point(**{**base, name: value}) for value in values]
-        exponents = {stage: exponent(values, [p[stage] for p in points]) for stage in ("capture", "solve", "apply")}
-        results[name] = {"values": values, "points": points, "exponents": exponents}
-        off = [p["planned"] / p["seconds"] for p in points]
-        shown = [f"{exponents[stage]:.2f} ({ARITHMETIC[name][stage]:.0f})" for stage in exponents]
+    for name, found in sweeps.items():
+        off = [p["planned"] / p["seconds"] for p in found["points"]]
+        shown = [f"{found['exponents'][stage]:.2f} ({ARITHMETIC[name][stage]:.0f})" for stage in found["exponents"]]
+        values = found["values"]
         rows.append([f"{name}: {values[0]} to {values[-1]}", *shown, f"{min(off):.2f} to {max(off):.2f}"])
-        print(rows[-1], flush=True)
         failures += [
             f"{name} {value}: the plan says {p['planned']:.1f} s, it took {p['seconds']:.1f} s"
-            for value, p in zip(values, points, strict=True)
+            for value, p in zip(values, found["points"], strict=True)
             if abs(p["planned"] / p["seconds"] - 1) > WITHIN and p["seconds"] > 2 and not options.quick
         ]
-    pairs = {} if options.quick else {name: real_pair(name) for name in speed.PAIRS}
     told = []
     for name, p in pairs.items():
         ratio, memory = p["planned seconds"] / p["seconds"], p["planned bytes"] / p["bytes"]
         told.append([name, f"{p['planned seconds']:.0f} s", f"{p['seconds']:.0f} s", f"{ratio:.2f}"])
         told[-1] += [f"{p['planned bytes'] / 1e9:.1f} GB", f"{p['bytes'] / 1e9:.1f} GB", f"{memory:.2f}"]
-        print(told[-1], flush=True)
         for what, value in (("seconds", ratio), ("bytes", memory)):
             if abs(value - 1) > WITHIN:
                 failures.append(f"{name}: planned {what} are {value:.2f} of the measured")
@@ -181,8 +193,8 @@ def main() -> None:
         header = ["pair", "planned", "took", "ratio", "planned memory", "peak", "ratio"]
         text += "\n" + common.table(header, told)
     if options.plot:
-        draw(results, options.plot)
-    common.finish({"sweeps": results, "pairs": pairs}, text, options.json, failures, started)
+        draw(sweeps, options.plot)
+    common.finish({"sweeps": sweeps, "pairs": pairs}, text, options.json, failures, started)
 
 
 if __name__ == "__main__":

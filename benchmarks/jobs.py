@@ -222,6 +222,69 @@ def no_room() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+class failing_reads:
+    """In forks made inside: the n-th tensor read from a safetensors file fails as a broken disk does."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __enter__(self) -> None:
+        import safetensors
+        import safetensors.torch
+        import transformers.modeling_utils
+
+        import taskferry.engines.lazy
+        import taskferry.files
+
+        real, left = safetensors.safe_open, [self.number]
+
+        class Failing:
+            def __init__(self, *given: Any, **named: Any) -> None:
+                self.file = real(*given, **named)
+
+            def __enter__(self) -> Failing:
+                self.file.__enter__()
+                return self
+
+            def __exit__(self, *given: Any) -> None:
+                self.file.__exit__(*given)
+
+            def __getattr__(self, name: str) -> Any:
+                if name in ("get_tensor", "get_slice"):
+                    left[0] -= 1
+                    if left[0] == 0:
+                        raise OSError(errno.EIO, os.strerror(errno.EIO))
+                return getattr(self.file, name)
+
+        self.places = [
+            (module, module.safe_open)
+            for module in (safetensors.torch, taskferry.files, taskferry.engines.lazy, transformers.modeling_utils)
+            if hasattr(module, "safe_open")
+        ]
+        for module, _ in self.places:
+            module.safe_open = Failing
+
+    def __exit__(self, *given: object) -> None:
+        for module, before in self.places:
+            module.safe_open = before
+
+
+def changing(world: World, name: str, path: Path, steps: int) -> Callable[[], None]:
+    """A job during which a file is written to, at a step that it tells."""
+
+    class Changes(Reporter):
+        left = steps
+
+        def step(self, what: str, done: int, total: int) -> None:  # noqa: ARG002
+            self.left -= 1
+            if self.left == 0:
+                content = bytearray(path.read_bytes())
+                content[-3] ^= 1
+                path.write_bytes(content)
+
+    return World(world.root, reporter=Changes()).job(name)
+
+
 def digest(path: Path, *, rename: tuple[bytes, bytes] = (b"", b"")) -> str:
     """sha256 over all files of an output; a fleet's own notes have times in them and are left out."""
     found = hashlib.sha256()

@@ -173,3 +173,27 @@ def test_only_the_maps_that_are_needed_are_solved() -> None:
     expected, moved = whole.apply(tau), part.apply(tau)
     assert all(torch.allclose(moved.deltas[n], d, atol=1e-6) for n, d in expected.deltas.items())
     assert moved.coverage.kept() == expected.coverage.kept()  # type: ignore[union-attr]
+
+
+def test_task_vectors_moved_together_are_those_moved_alone(llama: Alignment) -> None:
+    """Bit for bit, dense and low-rank in one list, each with its own coverage."""
+    A = TINY["llama"].model(16, 2, 1)
+    dense = TaskVector.between(dict(A.named_parameters()), tuned(A))
+    torch.manual_seed(3)
+    lora = {
+        f"model.layers.{i}.self_attn.q_proj.weight": LowRank(torch.randn(16, 2), torch.randn(2, 16)) for i in (0, 1)
+    }
+    taus = [dense, TaskVector(lora), dense * 0.5, TaskVector(dict(list(lora.items())[:1]))]
+    for alone, together in zip(map(llama.apply, taus), llama.apply_all(taus), strict=True):
+        assert alone.deltas.keys() == together.deltas.keys()
+        for name, delta in alone.deltas.items():
+            other = together.deltas[name]
+            if isinstance(delta, LowRank):
+                assert isinstance(other, LowRank)
+                assert torch.equal(delta.left, other.left)
+                assert torch.equal(delta.right, other.right)
+            else:
+                assert torch.equal(delta, other)
+        assert alone.coverage == together.coverage
+    with pytest.raises(TaskferryError, match="made on another base model"):
+        llama.apply_all([dense, TaskVector({"model.layers.0.self_attn.q_proj.weight": torch.ones(3, 3)})])

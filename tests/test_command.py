@@ -232,9 +232,20 @@ def inspect_ranks(adapter: Path, base: Path) -> list[dict[str, int]]:
     return [{"rank": delta.rank} for delta in tau.deltas.values() if isinstance(delta, LowRank)]
 
 
+def balanced(folder: Path, tokenizer: Path) -> None:
+    """Give a random classifier the biases with which half of the texts are of either class, on any machine."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokens = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    given = tokens(folders.TEXTS, folders.SECOND, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**given).logits
+        model.classifier.bias[0] -= (logits[:, 0] - logits[:, 1]).median()
+    model.save_pretrained(folder)
+
+
 def test_labels_from_the_teacher(world: Path, tmp_path: Path) -> None:
     """Unlabelled data and a tuned source with a head; prompts without completions and a tuned decoder."""
-    folders.shifted(world / "head", tmp_path / "tuned", size=0.3)
+    balanced(folders.shifted(world / "head", tmp_path / "tuned", size=0.3), world / "bert")
     given = ["--source-base", world / "bert", "--source-tuned", tmp_path / "tuned", "--target-base", world / "wide",
              "--calibration", world / "plain.jsonl", "--scale", 1]  # fmt: skip
     ran = taskferry("transfer", *given, "--out", tmp_path / "one")

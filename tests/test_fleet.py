@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from taskferry import Alignment
 from taskferry.checkpoints import Skeleton, load_model, read_adapter
-from taskferry.engines.moving import Way, move_one
+from taskferry.engines.moving import Way, move_batch
 from taskferry.engines.store import Store
 from taskferry.errors import TaskferryError
 from tests import folders
@@ -121,10 +121,10 @@ def test_an_address_of_fsspec_is_as_good_as_a_folder(world: Path) -> None:
     outputs.make()
     assert inputs.adapters() == ["good-2"]
     way = Way.of(Alignment.load(world / "a-to-b.alignment"))
-    moved = move_one(way, "b", "base-b", "good-2", inputs, outputs, 1.0)
+    (moved,) = move_batch(way, "b", "base-b", ["good-2"], inputs, outputs, 1.0)
     assert moved.status == "done", moved.reason
     assert memory.exists("/fleet-out/b--good-2/adapter_model.safetensors")
-    assert move_one(way, "b", "base-b", "good-2", inputs, outputs, 1.0).again
+    assert move_batch(way, "b", "base-b", ["good-2"], inputs, outputs, 1.0)[0].again
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "", "a\\b", "x\0"])

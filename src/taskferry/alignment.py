@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -59,47 +59,17 @@ class Alignment:
         Low-rank stays low-rank, of the same rank; only where the target packs in one matrix what the source has in
         several, their factors stand side by side.
         """
+        return self.apply_all([tau])[0]
+
+    def apply_all(self, taus: Sequence[TaskVector]) -> list[TaskVector]:
+        """The same for several task vectors, bit for bit: each map is fetched from memory once for all of them."""
         if self.pairs and not self.target_parameters:
             raise TaskferryError("this is a part of a fit that was not finished, not an alignment: fit it to the end")
-        names = match_names(tau.deltas, self.source_parameters)
-        deltas = {names[name]: delta for name, delta in tau.deltas.items()}
-        for name, delta in deltas.items():
-            if tuple(delta.shape) != tuple(self.source_parameters[name]):
-                raise TaskferryError(
-                    f"{name}: the task vector's change is {tuple(delta.shape)}, this alignment's source has "
-                    f"{tuple(self.source_parameters[name])}: was it made on another base model?"
-                )
-        assembly: dict[str, _Assembly] = {}
-        rights: dict[tuple[str, str], Tensor] = {}  # one product A R_in for the parts of a packed matrix
-        used: set[str] = set()
+        moves = [_Move(self, tau) for tau in taus]
         for pair in self.pairs:
-            source, target = pair.source, pair.target
-            R_in, R_out = self.R_in[pair.reads], self.R_out[target.name]
-            weight = assembly.setdefault(target.weight, _Assembly(self.target_parameters[target.weight]))
-            if source.weight in deltas:
-                delta = deltas[source.weight]
-                used.add(source.weight)
-                if isinstance(delta, LowRank):
-                    oriented = delta.T if source.transposed else delta
-                    left = source.read_bias(oriented.left)  # rows of this site
-                    key = (source.weight, pair.reads)
-                    if key not in rights:
-                        rights[key] = R_in(oriented.right)
-                    weight.add(target, source.weight, LowRank(R_out.columns(left), rights[key]))
-                else:
-                    weight.add(target, source.weight, bilinear(R_out, source.read(delta), R_in))
-            else:
-                weight.miss(target)
-            if target.bias is not None:
-                bias = assembly.setdefault(target.bias, _Assembly(self.target_parameters[target.bias]))
-                shift = None if source.bias is None else deltas.get(source.bias)
-                if source.bias is not None and isinstance(shift, Tensor):
-                    used.add(source.bias)
-                    bias.add(target, source.bias, R_out(source.read_bias(shift)[None])[0])
-                else:
-                    bias.miss(target)
-        moved = {name: part.delta() for name, part in assembly.items() if part.parts}
-        return TaskVector(moved, self._coverage(assembly, set(deltas) - used))
+            for move in moves:
+                move.add(pair)
+        return [TaskVector(move.moved(), self._coverage(move.assembly, set(move.deltas) - move.used)) for move in moves]
 
     @cached_property
     def _lost_parts(self) -> dict[str, list[str]]:
@@ -232,6 +202,58 @@ class Alignment:
 def is_alignment(path: str | Path) -> bool:
     """Whether this is a file that `Alignment.save` wrote, damaged or not."""
     return is_kind(path, FORMAT)
+
+
+class _Move:
+    """One task vector on its way, site by site."""
+
+    def __init__(self, alignment: Alignment, tau: TaskVector) -> None:
+        self.alignment = alignment
+        shapes = alignment.source_parameters
+        names = match_names(tau.deltas, shapes)
+        self.deltas = {names[name]: delta for name, delta in tau.deltas.items()}
+        for name, delta in self.deltas.items():
+            if tuple(delta.shape) != tuple(shapes[name]):
+                raise TaskferryError(
+                    f"{name}: the task vector's change is {tuple(delta.shape)}, this alignment's source has "
+                    f"{tuple(shapes[name])}: was it made on another base model?"
+                )
+        self.assembly: dict[str, _Assembly] = {}
+        self.rights: dict[tuple[str, str], Tensor] = {}  # one product A R_in for the parts of a packed matrix
+        self.used: set[str] = set()
+
+    def add(self, pair: AlignedPair) -> None:
+        source, target = pair.source, pair.target
+        R_in, R_out = self.alignment.R_in[pair.reads], self.alignment.R_out[target.name]
+        weight = self._part(target.weight)
+        if source.weight in self.deltas:
+            delta = self.deltas[source.weight]
+            self.used.add(source.weight)
+            if isinstance(delta, LowRank):
+                oriented = delta.T if source.transposed else delta
+                left = source.read_bias(oriented.left)  # rows of this site
+                key = (source.weight, pair.reads)
+                if key not in self.rights:
+                    self.rights[key] = R_in(oriented.right)
+                weight.add(target, source.weight, LowRank(R_out.columns(left), self.rights[key]))
+            else:
+                weight.add(target, source.weight, bilinear(R_out, source.read(delta), R_in))
+        else:
+            weight.miss(target)
+        if target.bias is not None:
+            bias = self._part(target.bias)
+            shift = None if source.bias is None else self.deltas.get(source.bias)
+            if source.bias is not None and isinstance(shift, Tensor):
+                self.used.add(source.bias)
+                bias.add(target, source.bias, R_out(source.read_bias(shift)[None])[0])
+            else:
+                bias.miss(target)
+
+    def moved(self) -> dict[str, Delta]:
+        return {name: part.delta() for name, part in self.assembly.items() if part.parts}
+
+    def _part(self, name: str) -> _Assembly:
+        return self.assembly.setdefault(name, _Assembly(self.alignment.target_parameters[name]))
 
 
 class _Assembly:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from taskferry.errors import TaskferryError
 from taskferry.temporary import sweep, temporary_folder
 
 HEADER = "taskferry"  # one metadata entry only: safetensors writes several in any order, and bytes must repeat
+SMALL = 64 * 2**20  # bytes of tensors that may be copied once more
 MOST_JSON = 64 * 2**20  # bytes; the largest real index of shards has a few
 
 
@@ -30,8 +32,14 @@ def write_safetensors(path: str | Path, tensors: Mapping[str, Tensor], header: M
 
 def write_plain_safetensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
     """A file as other tools write them, in a folder that is temporary itself: that one is synced and renamed."""
+    separate = _separate(tensors)
+    kinds = {tensor.dtype for tensor in separate.values()}
+    few = sum(tensor.nbytes for tensor in separate.values()) < SMALL and not any(t.is_cuda for t in separate.values())
     with writing(Path(path)):
-        save_file(_separate(tensors), path, {"format": "pt"})
+        if few and kinds <= {torch.float32, torch.float16}:  # the same bytes in half the time, for one more copy
+            save_arrays({name: tensor.numpy() for name, tensor in separate.items()}, path, {"format": "pt"})
+        else:
+            save_file(separate, path, {"format": "pt"})
 
 
 def write_text(path: str | Path, text: str) -> None:

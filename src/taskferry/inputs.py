@@ -19,13 +19,13 @@ class Inputs:
 
     def __init__(self, **given: str | Path | None) -> None:
         self.given = {name: value for name, value in given.items() if value is not None}
-        self._stamps = {name: {file: _stamp(file) for file in _files(value)} for name, value in self.given.items()}
+        self._stamps = {name: {file: stamp(file) for file in _files(value)} for name, value in self.given.items()}
 
     def check(self) -> None:
         """Refuse to go on where a file has changed: what was computed would be of neither state."""
         for name, stamps in self._stamps.items():
-            for file, stamp in stamps.items():
-                if not file.is_file() or _stamp(file) != stamp:
+            for file, known in stamps.items():
+                if not file.is_file() or stamp(file) != known:
                     raise TaskferryError(
                         f"{file} changed during the run ({name.replace('_', ' ')}): nothing was written; run it again"
                     )
@@ -56,6 +56,7 @@ def hash_file(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _stamp(file: Path) -> Stamp:
+def stamp(file: Path) -> Stamp:
+    """What changes when somebody writes to a file."""
     found = file.stat()
     return found.st_size, found.st_mtime_ns, found.st_ino

@@ -19,6 +19,7 @@ from taskferry.procrustes import DEFAULT_TOLERANCE
 
 S = TypeVar("S", bound="Settings")
 MOST_YAML = 2**20  # bytes
+PAPER = {"method": "bico", "map_rank": "full", "tokens_per_width": None, "scale": 1}
 Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -132,6 +133,18 @@ class TransferSettings(CalibrationSettings, MapSettings, OutputSettings, Writing
         "whole", description="whole models in memory, or one block of each at a time (models larger than memory)"
     )
     method_settings: dict[str, Any] = Field({}, description="settings of the method, such as inputs=gradients")
+    paper: bool = Field(False, description="the paper to the letter: BiCo, maps of full rank, all tokens, scale 1")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_published(cls, given: Any) -> Any:
+        """Fills in what the paper fixes; anything else that was asked for beside it is a contradiction."""
+        if not isinstance(given, dict) or given.get("paper") is not True:
+            return given
+        other = [name for name, value in PAPER.items() if name in given and given[name] not in (value, str(value))]
+        if other:
+            raise ValueError(f"paper fixes {', '.join(other)}: give one or the other")
+        return {**given, **PAPER}
 
     @field_validator("method_settings", mode="before")
     @classmethod

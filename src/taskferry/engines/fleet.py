@@ -149,8 +149,9 @@ class _Queue:
         if move.name not in self.alignments:
             self.alignments[move.name] = self.ray.put(_portable(Alignment.load(move.alignment)))
         names = [name for _, name in batch]
+        # Inside a list it is not fetched for every batch: a worker asks for it once.
         return self.task.remote(
-            self.alignments[move.name], move.name, move.target_base, names, *self.addresses, self.settings.scale
+            [self.alignments[move.name]], move.name, move.target_base, names, *self.addresses, self.settings.scale
         )
 
 
@@ -165,14 +166,14 @@ _OPENED: dict[str, Way] = {}  # in a worker: alignments that are open already
 
 
 def _move_batch(
-    portable: Mapping[str, Any], move: str, base: str, names: list[str], adapters: str, out: str, scale: float
+    kept: list[Any], move: str, base: str, names: list[str], adapters: str, out: str, scale: float
 ) -> list[dict[str, Any]]:
     """In a worker: some adapters, each on its own."""
     import torch
 
     torch.set_num_threads(1)
     if move not in _OPENED:
-        _OPENED[move] = Way.of(_from_portable(portable))
+        _OPENED[move] = Way.of(_from_portable(_ray().get(kept[0])))
     inputs, outputs = Store(adapters), Store(out)
     return [asdict(moved) for moved in move_batch(_OPENED[move], move, base, names, inputs, outputs, scale)]
 

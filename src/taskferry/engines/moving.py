@@ -1,4 +1,4 @@
-"""One adapter through one alignment, whatever it is: done, or failed with its reason. Nothing is raised."""
+"""Adapters through one alignment, whatever they are: done, or failed with a reason. Nothing is raised."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 from taskferry.alignment import Alignment
-from taskferry.checkpoints.adapters import CONFIG, WEIGHTS, Skeleton, read_adapter, write_adapter
+from taskferry.checkpoints.adapters import CONFIG, WEIGHTS, Adapter, Skeleton, read_adapter, write_adapter
 from taskferry.engines.store import Store
 from taskferry.errors import TaskferryError
-from taskferry.inputs import hash_file
+from taskferry.inputs import Stamp, hash_file, stamp
+from taskferry.taskvector import TaskVector
 
 RECORD = "taskferry.json"
 
@@ -46,44 +47,92 @@ class Way:
         return cls(alignment, source, target)
 
 
-def move_one(way: Way, move: str, base: str, name: str, inputs: Store, outputs: Store, scale: float) -> Moved:
-    """Read, apply, write; an output made from the same bytes is not made again."""
+@dataclass(frozen=True)
+class Read:
+    """An adapter in memory, with the hash of the files that it was read from."""
+
+    name: str
+    adapter: Adapter
+    made_from: str
+    seconds: float
+
+
+def move_batch(
+    way: Way, move: str, base: str, names: list[str], inputs: Store, outputs: Store, scale: float
+) -> list[Moved]:
+    """Some adapters, each on its own; told of when all of them are safe on disk.
+
+    They are read together and meet every map together: fetching maps from memory is most of an adapter's work.
+    """
+    ended = {name: _read(way, move, name, inputs, outputs) for name in names}
+    read = [found for found in ended.values() if isinstance(found, Read)]
     started = time.perf_counter()
+    try:
+        taus = way.alignment.apply_all([found.adapter.tau for found in read])
+    except Exception:  # one of them cannot be moved: each for itself, then
+        taus = []
+    share = (time.perf_counter() - started) / max(1, len(read))
+    for i, found in enumerate(read):
+        tau = taus[i] if taus else None
+        ended[found.name] = _write(way, move, base, found, tau, outputs, scale, found.seconds + share)
+    moved = [found for found in ended.values() if isinstance(found, Moved)]
+    outputs.settle(_place(move, each.adapter) for each in moved if each.status == "done" and not each.again)
+    return moved
 
-    def failed(reason: str) -> Moved:
-        return Moved(name, move, "failed", " ".join(reason.split())[:500], time.perf_counter() - started)
 
+def _read(way: Way, move: str, name: str, inputs: Store, outputs: Store) -> Read | Moved:
+    """An output made from the same bytes is not made again."""
+    started = time.perf_counter()
     try:
         with inputs.local(name) as folder:
+            before = _stamps(folder)
             made_from = _hash(folder)
-            place = _place(move, name)
-            if _is_made_from(outputs, place, made_from):
+            if _is_made_from(outputs, _place(move, name), made_from):
                 return Moved(name, move, "done", seconds=time.perf_counter() - started, again=True)
             adapter = read_adapter(folder, way.source)
-            moved = way.alignment.apply(adapter.tau)
-            moved = moved if scale == 1 else moved * scale
-            with outputs.staged(place) as stage:
-                write_adapter(stage, moved, way.target, base_name=base, like=adapter)
-                coverage = {} if moved.coverage is None else {"coverage_summary": moved.coverage.summary()}
-                record = {"made_from": made_from, "holds": _hash(stage), "move": move, "scale": scale, **coverage}
-                (stage / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-                if _hash(folder) != made_from:
-                    raise TaskferryError("it changed while it was read: run the fleet again")
-    except TaskferryError as error:
-        return failed(str(error))
+            if _stamps(folder) != before:
+                raise TaskferryError("it changed while it was read: run the fleet again")
     except Exception as error:  # one strange adapter must stop nobody
-        return failed(f"{type(error).__name__}: {error}")
-    return Moved(name, move, "done", seconds=time.perf_counter() - started)
+        return _failed(name, move, error, time.perf_counter() - started)
+    return Read(name, adapter, made_from, time.perf_counter() - started)
+
+
+def _write(
+    way: Way, move: str, base: str, read: Read, tau: TaskVector | None, outputs: Store, scale: float, before: float
+) -> Moved:
+    started = time.perf_counter() - before
+    try:
+        moved = way.alignment.apply(read.adapter.tau) if tau is None else tau
+        moved = moved if scale == 1 else moved * scale
+        with outputs.staged(_place(move, read.name)) as stage:
+            write_adapter(stage, moved, way.target, base_name=base, like=read.adapter)
+            coverage = {} if moved.coverage is None else {"coverage_summary": moved.coverage.summary()}
+            record = {"made_from": read.made_from, "holds": _hash(stage), "move": move, "scale": scale, **coverage}
+            (stage / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    except Exception as error:
+        return _failed(read.name, move, error, time.perf_counter() - started)
+    return Moved(read.name, move, "done", seconds=time.perf_counter() - started)
+
+
+def _failed(name: str, move: str, error: Exception, seconds: float) -> Moved:
+    reason = str(error) if isinstance(error, TaskferryError) else f"{type(error).__name__}: {error}"
+    return Moved(name, move, "failed", " ".join(reason.split())[:500], seconds)
 
 
 def _hash(folder: Path) -> str:
     """Of what is moved alone: whatever else lies in a stranger's folder is not read."""
     digest = hashlib.sha256()
-    for name in (CONFIG, WEIGHTS, "adapter_model.bin"):
-        path = folder / name
-        if path.is_file():
-            digest.update(f"{name}{hash_file(path)}".encode())
+    for path in _files(folder):
+        digest.update(f"{path.name}{hash_file(path)}".encode())
     return digest.hexdigest()
+
+
+def _stamps(folder: Path) -> list[Stamp]:
+    return [stamp(path) for path in _files(folder)]
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for name in (CONFIG, WEIGHTS, "adapter_model.bin") if (path := folder / name).is_file()]
 
 
 def _is_made_from(outputs: Store, place: str, made_from: str) -> bool:
@@ -97,15 +146,6 @@ def _is_made_from(outputs: Store, place: str, made_from: str) -> bool:
         return False
     with outputs.local(place) as folder:
         return record.get("holds") == _hash(folder)
-
-
-def move_batch(
-    way: Way, move: str, base: str, names: list[str], inputs: Store, outputs: Store, scale: float
-) -> list[Moved]:
-    """Some adapters, each on its own; told of when all of them are safe on disk."""
-    moved = [move_one(way, move, base, name, inputs, outputs, scale) for name in names]
-    outputs.settle(_place(move, each.adapter) for each in moved if each.status == "done" and not each.again)
-    return moved
 
 
 def _place(move: str, name: str) -> str:

@@ -1,0 +1,412 @@
+"""Ideas beyond the paper, one at a time beside BiCo, on the zoo tasks that settings are chosen on.
+
+    python benchmarks/ideas.py [--quick] [--json benchmarks/results/ideas.json] [--only NAME]
+
+Every idea is a function that gives task vectors for one pair, task and draw; the table has the share of the oracle's
+gain that each recovers. No weight is trained here. A run goes on where an earlier one stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from zoo_bench import open_zoo, score
+
+from taskferry import Alignment, TaskVector
+from taskferry.alignment import AlignedPair
+from taskferry.analysis.moments import Moments
+from taskferry.bench.recipe import Cell
+from taskferry.bench.running import Bench
+from taskferry.calibration.batch import Batch
+from taskferry.capture import Paired, Side, collect_into, frozen
+from taskferry.finding import find_sites
+from taskferry.pairing import DepthRule, Pair, nearest_block, pair_sites
+from taskferry.procrustes import Map, procrustes
+from taskferry.scale import moved_by, scale_on_calibration
+from taskferry.sites import depths
+from taskferry.taskvector import as_dense
+
+TASKS = ("mnist", "fashion", "drawings")  # the others are for reporting: benchmarks/beyond.py
+PAIRS = (("narrow", "wide"), ("wide", "narrow"), ("twin", "deep"), ("deep", "narrow"))
+Solve = Callable[[Tensor, Tensor], Tensor]
+Moved = Iterator[tuple[str, TaskVector, float | None]]  # name, what is added, scale (None: automatic)
+AUTO = None
+
+
+@dataclass
+class Rows:
+    """All rows of both models, for maps of any kind: the zoo is small."""
+
+    A: list[Tensor] = field(default_factory=list)
+    B: list[Tensor] = field(default_factory=list)
+
+    def add(self, X_A: Tensor, X_B: Tensor, keep: int | None = None) -> None:  # noqa: ARG002
+        self.A.append(X_A.detach().clone())
+        self.B.append(X_B.detach().clone())
+
+    def both(self) -> tuple[Tensor, Tensor]:
+        return torch.cat(self.A), torch.cat(self.B)
+
+    def plus(self, other: Rows) -> Rows:
+        return Rows(self.A + other.A, self.B + other.B)
+
+
+@dataclass
+class AllRows(Paired[Rows]):
+    """Of every site."""
+
+    def start(self, inputs: bool, site: str, d_A: int, d_B: int) -> Rows:  # noqa: ARG002
+        return Rows()
+
+    def plus(self, other: AllRows) -> AllRows:
+        both = [
+            {k: a[k].plus(b[k]) for k in a} for a, b in ((self.inputs, other.inputs), (self.outputs, other.outputs))
+        ]
+        return AllRows(*both, self.reads)
+
+
+class Trial:
+    """One pair, task and draw."""
+
+    def __init__(self, bench: Bench, source: str, target: str, task: str, seed: int, count: int = 100) -> None:
+        self.bench, self.names, self.task, self.seed = bench, (source, target), task, seed
+        self.A, self.B = bench.model(source).model, bench.model(target).model
+        self.prepared = bench.prepare(Cell(source, target, task, "random", count, False, seed, ()))
+        self.calibration, self.heads = self.prepared.calibration, self.prepared.objectives
+        self.tau, self.oracle = bench.tuned(source, task), bench.tuned(target, task)
+        self.test = bench.task(task).test_batches(target, bench.model(target))
+        self.logits = [head.logits(model, ()) for head, model in zip(self.heads, (self.A, self.B), strict=True)]
+        true = [label for batch in self.calibration.side(1) for label in batch.labels.tolist()]
+        self.true = F.one_hot(torch.tensor(true), bench.task(task).classes).float()
+
+    @cached_property
+    def soft(self) -> Tensor:
+        """What the tuned source says of every sample."""
+        with moved_by(self.A, self.tau) as at, torch.no_grad(), frozen(self.A):
+            at(1.0)
+            return torch.cat([self.logits[0](batch) for batch in self.calibration.side(0)]).softmax(-1)
+
+    @cached_property
+    def hard(self) -> Tensor:
+        return F.one_hot(self.soft.argmax(-1), self.soft.shape[1]).float()
+
+    def loss(self, side: int, labels: Tensor) -> Callable[[Batch], Tensor]:
+        return lambda batch: F.cross_entropy(self.logits[side](batch), labels[list(batch.ids)], reduction="sum")
+
+    def pairs(self, rule: DepthRule = nearest_block) -> list[Pair]:
+        found = pair_sites(find_sites(self.A), find_sites(self.B), rule)[0]
+        return [pair for pair in found if pair.target.stack != "text"]
+
+    def rows(
+        self, labels: Tensor, rule: DepthRule = nearest_block, at: tuple[TaskVector, TaskVector] | None = None
+    ) -> AllRows:
+        """Of the base models, or of both where they have moved a part of the way."""
+        kept = AllRows()
+        with ExitStack() as moves:
+            for model, tau in zip((self.A, self.B), at or (), strict=False):
+                moves.enter_context(moved_by(model, tau))(1.0)
+            sides = (Side(self.A, self.loss(0, labels)), Side(self.B, self.loss(1, labels)))
+            collect_into(kept, *sides, self.pairs(rule), self.calibration)
+        return kept
+
+    def alignment(self, rows: AllRows, R_in: Mapping[str, Map], R_out: Mapping[str, Map], rule: DepthRule) -> Alignment:
+        pairs = [AlignedPair(p.source, p.target, rows.reads[p.target.name][0])
+                 for p in self.pairs(rule) if p.target.name in rows.reads]  # fmt: skip
+        shapes = [{n: tuple(p.shape) for n, p in model.named_parameters()} for model in (self.A, self.B)]
+        return Alignment(tuple(pairs), R_in, R_out, {}, {}, *shapes, {}, {})
+
+    def move(
+        self, rows: AllRows, inputs: Solve | None = None, outputs: Solve | None = None, rule: DepthRule = nearest_block
+    ) -> TaskVector:
+        R_in = {name: Map(R=(inputs or isometry)(*kept.both())) for name, kept in rows.inputs.items()}
+        R_out = {name: Map(R=(outputs or isometry)(*kept.both())) for name, kept in rows.outputs.items()}
+        return self.alignment(rows, R_in, R_out, rule).apply(self.tau)
+
+    @cached_property
+    def base(self) -> AllRows:
+        return self.rows(self.true)
+
+    @cached_property
+    def bico(self) -> TaskVector:
+        return self.move(self.base)
+
+    def automatic(self, tau: TaskVector, labels: Tensor) -> float:
+        return scale_on_calibration(self.B, tau, self.loss(1, labels), self.calibration.side(1)).best
+
+    def accuracy(self, tau: TaskVector, scale: float) -> float:
+        return score(self.B, self.test, self.heads[1], tau, scale)
+
+
+# Maps.
+
+
+def isometry(X_A: Tensor, X_B: Tensor) -> Tensor:
+    return procrustes(X_A.T @ X_B)[0].dense()
+
+
+def centred(X_A: Tensor, X_B: Tensor) -> Tensor:
+    return isometry(X_A - X_A.mean(0), X_B - X_B.mean(0))
+
+
+def even(X_A: Tensor, X_B: Tensor) -> Tensor:
+    """Every token counts alike, however large its gradient."""
+    return isometry(F.normalize(X_A, dim=1), F.normalize(X_B, dim=1))
+
+
+def halfway(X_A: Tensor, X_B: Tensor) -> Tensor:
+    """Rows weighted by the root of their size."""
+    a, b = X_A.norm(dim=1, keepdim=True), X_B.norm(dim=1, keepdim=True)
+    return isometry(X_A / a.clamp_min(1e-12).sqrt(), X_B / b.clamp_min(1e-12).sqrt())
+
+
+def above_noise(hard: bool) -> Solve:
+    """σ against the σ of rows that belong to other tokens: what stands above it is kept, or kept in proportion."""
+
+    def solve(X_A: Tensor, X_B: Tensor) -> Tensor:
+        U, S, V = torch.linalg.svd((X_A.T @ X_B).double(), full_matrices=False)
+        other = torch.randperm(len(X_B), generator=torch.Generator().manual_seed(0))
+        noise = torch.linalg.svdvals(((X_A - X_A.mean(0)).T @ (X_B - X_B.mean(0))[other]).double())
+        kept = (noise[0] < S).double() if hard else (1 - (noise / S.clamp_min(1e-30)).square()).clamp_min(0)
+        return ((U * kept) @ V).float()
+
+    return solve
+
+
+def ridge(strength: float) -> Solve:
+    """Between the isometry and the regression of source on target rows, as long as the isometry."""
+
+    def solve(X_A: Tensor, X_B: Tensor) -> Tensor:
+        BB = (X_B.T @ X_B).double()
+        BB += strength * BB.diagonal().mean() * torch.eye(len(BB), dtype=BB.dtype)
+        R = torch.linalg.solve(BB, (X_B.T @ X_A).double()).T
+        return (R * (min(R.shape) ** 0.5 / R.norm())).float()
+
+    return solve
+
+
+# Ideas.
+
+
+def plain(trial: Trial) -> Moved:
+    yield "BiCo at scale 1", trial.bico, 1.0
+    yield "BiCo, automatic scale", trial.bico, AUTO
+
+
+def labels(trial: Trial) -> Moved:
+    for name, given in (("hard", trial.hard), ("soft", trial.soft)):
+        moved = trial.move(trial.rows(given))
+        yield f"teacher's {name} labels at scale 1", moved, 1.0
+        yield f"teacher's {name} labels, automatic scale", moved, trial.automatic(moved, given)
+
+
+def samples(trial: Trial) -> Moved:
+    for count in (400, 1000):
+        more = Trial(trial.bench, *trial.names, trial.task, trial.seed, count)
+        moved = more.move(more.rows(more.hard))
+        yield f"teacher's hard labels, {count} samples, at scale 1", moved, 1.0
+        yield f"teacher's hard labels, {count} samples, automatic scale", moved, more.automatic(moved, more.hard)
+
+
+def scales(trial: Trial) -> Moved:
+    """A scale for each block, role or site by the gradient of the loss with respect to the scales."""
+    site = {s.weight: s for s in find_sites(trial.B)} | {s.bias: s for s in find_sites(trial.B) if s.bias}
+    start = trial.automatic(trial.bico, trial.true)
+    kinds: dict[str, Callable[[str], object]] = {
+        "block": lambda n: site[n].block,
+        "role": lambda n: site[n].role,
+        "site": lambda n: (site[n].block, site[n].role),
+    }
+    for name, key in kinds.items():
+        yield f"a scale for each {name}", scaled(trial, trial.bico, key, start), 1.0
+
+
+def scaled(trial: Trial, tau: TaskVector, key: Callable[[str], object], start: float) -> TaskVector:
+    """Twenty steps of Adam on the scales alone, held near the one scale by a penalty."""
+    groups = list(dict.fromkeys(map(key, tau.deltas)))
+    scale = torch.full((len(groups),), start, requires_grad=True)
+    base = {n: p.detach() for n, p in trial.B.named_parameters()}
+    change = {n: as_dense(d) for n, d in tau.deltas.items()}
+    optimiser = torch.optim.Adam([scale], lr=0.1)
+    batches = trial.calibration.side(1)
+    total = sum(len(b) for b in batches)
+    with frozen(trial.B), torch.enable_grad():
+        for _ in range(20):
+            optimiser.zero_grad()
+            for batch in batches:
+                now = {n: base[n] + scale[groups.index(key(n))] * d for n, d in change.items()}
+                with torch.nn.utils.stateless._reparametrize_module(trial.B, now):
+                    (trial.loss(1, trial.true)(batch) / total).backward()
+            (0.01 * (scale - start).square().sum()).backward()
+            optimiser.step()
+    chosen = scale.detach().tolist()
+    return TaskVector({n: chosen[groups.index(key(n))] * d for n, d in change.items()})
+
+
+def maps(trial: Trial) -> Moved:
+    kinds = {"centred rows": centred, "tokens of equal weight": even, "tokens by root of size": halfway,
+             "only above noise": above_noise(True), "shrunk by noise": above_noise(False),
+             "regression, ridge 0.01": ridge(0.01), "regression, ridge 1": ridge(1.0)}  # fmt: skip
+    for name, solve in kinds.items():
+        if name != "tokens of equal weight":
+            yield f"input maps: {name}", trial.move(trial.base, inputs=solve), AUTO
+        if name != "centred rows":
+            yield f"output maps: {name}", trial.move(trial.base, outputs=solve), AUTO
+
+
+def stream(trial: Trial) -> Moved:
+    """Sites that read from, or write to, the residual stream share their map; or half of it."""
+    reads, writes = ("attn.q", "attn.k", "attn.v", "mlp.up"), ("attn.o", "mlp.down")
+    role = {s.name: s.role for s in find_sites(trial.B)}
+    rows = trial.base
+    C_in = {k: unit(r) for k, r in rows.inputs.items()}
+    C_out = {k: unit(r) for k, r in rows.outputs.items()}
+    for own in (0.0, 0.5):
+        shared = []
+        for C, roles in ((C_in, reads), (C_out, writes)):
+            inside = [k for k in C if role[k.split("@")[0]] in roles]
+            mean = sum(C[k] for k in inside) / max(1, len(inside))
+            shared.append({k: Map(R=procrustes(own * c + (1 - own) * mean if k in inside else c)[0].dense())
+                           for k, c in C.items()})  # fmt: skip
+        moved = trial.alignment(rows, *shared, nearest_block).apply(trial.tau)
+        yield f"one map along the residual stream ({'alone' if own == 0 else 'half'})", moved, AUTO
+
+
+def unit(rows: Rows) -> Tensor:
+    X_A, X_B = rows.both()
+    C = X_A.T @ X_B
+    return C / C.norm().clamp_min(1e-30)
+
+
+def second(trial: Trial) -> Moved:
+    """Maps of models that have gone a part of the way, alone and beside those of the bases."""
+    scale = trial.automatic(trial.bico, trial.true)
+    for part in (0.5, 1.0):
+        there = trial.rows(trial.true, at=(part * trial.tau, part * scale * trial.bico))
+        yield f"second pass, maps at {part:g} of the way", trial.move(there), AUTO
+        yield f"second pass, both passes' rows, {part:g} of the way", trial.move(trial.base.plus(there)), AUTO
+
+
+def always(i: int) -> DepthRule:
+    """Every target block takes from this source block."""
+    return lambda *_: i
+
+
+def depth(trial: Trial) -> Moved:
+    """Which source block feeds which target block: by likeness, or all of them, each to its nearest."""
+    D_A, D_B = (depths(find_sites(model))["vision"] for model in (trial.A, trial.B))
+    if D_A == D_B:
+        return
+    from_block = {i: trial.rows(trial.true, rule=always(i)) for i in range(D_A)}
+    likeness = torch.zeros(D_B, D_A)
+    for i, rows in from_block.items():
+        for target in (pair.target for pair in trial.pairs(always(i))):
+            if target.role == "mlp.up" and target.block is not None:
+                likeness[target.block, i] = Moments.of(*rows.inputs[rows.reads[target.name][0]].both()).cka()
+    path = monotone(likeness)
+
+    def by_likeness(j: int, *_: int) -> int:
+        return path[j]
+
+    yield "blocks matched by CKA", trial.move(trial.rows(trial.true, rule=by_likeness), rule=by_likeness), AUTO
+    takers = {i: [j for j in range(D_B) if nearest_block(j, D_A, D_B) == i] for i in range(D_A)}
+    if D_A < D_B:  # one source block feeds several: the sum is split among them
+        split = {name: len(takers[pair.source.block]) for pair in trial.pairs() if pair.source.block is not None
+                 for name in (pair.target.weight, pair.target.bias)}  # fmt: skip
+        halves = {name: as_dense(delta) / split.get(name, 1) for name, delta in trial.bico.deltas.items()}
+        yield "a change split among the blocks that take it", TaskVector(halves), AUTO
+        return
+    total = trial.bico  # more source blocks than target blocks: those left over go to their nearest as well
+    for i in (i for i in range(D_A) if not takers[i]):
+        j = nearest_block(i, D_B, D_A)
+        moved = trial.move(from_block[i], rule=always(i))
+        names = {n for s in find_sites(trial.B) if s.block == j and s.stack != "text" for n in (s.weight, s.bias)}
+        total = total + TaskVector({n: d for n, d in moved.deltas.items() if n in names})
+    yield "no source block left behind", total, AUTO
+
+
+def monotone(likeness: Tensor) -> list[int]:
+    """For every row the column of the best path that never goes back."""
+    best, came = likeness[0].clone(), []
+    for row in likeness[1:]:
+        top, where = torch.cummax(best, 0)
+        came.append(where)
+        best = top + row
+    at = int(best.argmax())
+    path = [at]
+    for where in reversed(came):
+        at = int(where[at])
+        path.append(at)
+    return path[::-1]
+
+
+IDEAS = {f.__name__: f for f in (plain, labels, scales, maps, stream, second, depth, samples)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one cell")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--only", choices=IDEAS, help="one group of ideas")
+    parser.add_argument("--seeds", type=int, default=2)
+    options = parser.parse_args()
+    started = time.time()
+    torch.set_num_threads(1)
+    bench = open_zoo(options.quick)
+    results: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    cells = [(seed, task, pair) for seed in range(options.seeds) for task in TASKS for pair in PAIRS]
+    for seed, task, (source, target) in [(0, "mnist", PAIRS[0])] if options.quick else cells:
+        known = results.setdefault("scores", {}).setdefault(f"{source} {target} {task} {seed}", {})
+        trial = None
+        for name, idea in IDEAS.items():
+            if name in known or options.only not in (None, name):
+                continue
+            trial = trial or Trial(bench, source, target, task, seed)
+            found = {}
+            if name == "plain":
+                found = {"target": trial.accuracy(TaskVector({}), 0.0), "oracle": trial.accuracy(trial.oracle, 1.0)}
+            for row, tau, scale in idea(trial):
+                chosen = trial.automatic(tau, trial.true) if scale is None else scale
+                found[row] = round(trial.accuracy(tau, chosen), 2)
+            known[name] = found
+            if options.json:
+                options.json.write_text(json.dumps(results, indent=1) + "\n")
+        print(source, target, task, seed, f"{time.time() - started:.0f} s", flush=True)
+    common.finish(results, table(results["scores"]), options.json, [], started)
+
+
+def table(scores: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Shares by pair, and how often an idea is better than BiCo at the automatic scale in the same cell."""
+    cells = {key: {row: value for found in groups.values() for row, value in found.items()}
+             for key, groups in scores.items()}  # fmt: skip
+    names = dict.fromkeys(row for found in cells.values() for row in found if row not in ("target", "oracle"))
+    lines = []
+    for name in names:
+        by_pair: dict[str, list[float]] = {}
+        better = 0
+        for key, found in cells.items():
+            if name in found and "oracle" in found:
+                gain = (found[name] - found["target"]) / (found["oracle"] - found["target"])
+                by_pair.setdefault(" → ".join(key.split()[:2]), []).append(gain)
+                better += found[name] > found["BiCo, automatic scale"]
+        means = {pair: statistics.mean(gains) for pair, gains in by_pair.items()}
+        count = sum(map(len, by_pair.values()))
+        cellwise = [f"{means[' → '.join(pair)]:.0%}" if " → ".join(pair) in means else "" for pair in PAIRS]
+        lines.append([name, f"{statistics.mean(means.values()):.0%}", *cellwise, f"{better} of {count}"])
+    return common.table(["", "mean", *map(" → ".join, PAIRS), "better than BiCo, automatic scale"], lines)
+
+
+if __name__ == "__main__":
+    main()

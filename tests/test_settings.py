@@ -1,0 +1,49 @@
+"""Settings that fill in or contradict one another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from taskferry import Calibration, TaskferryError, TaskVector, fit
+from taskferry.methods import Job, run
+from taskferry.settings import TransferSettings, load_settings
+from tests.tiny import TINY, relative, tuned
+
+GIVEN = {"source_base": "a", "source_tuned": "b", "target_base": "c", "calibration": "d", "out": Path("e")}
+
+
+@pytest.mark.parametrize("more", [{}, {"scale": "1"}, {"scale": 1.0, "method": "bico"}, {"map_rank": "full"}])
+def test_the_paper_to_the_letter(more: dict[str, object]) -> None:
+    found = load_settings(TransferSettings, None, {**GIVEN, "paper": True, **more})
+    assert (found.method, found.map_rank, found.tokens_per_width, found.scale) == ("bico", "full", None, 1.0)
+    again = load_settings(TransferSettings, None, found.model_dump())  # as a run's own settings are read back
+    assert again == found
+
+
+def test_the_paper_and_something_else_is_a_contradiction() -> None:
+    asked = {**GIVEN, "paper": True, "scale": "auto", "method": "theseus", "tokens_per_width": 8}
+    with pytest.raises(TaskferryError, match="paper fixes method, tokens_per_width, scale: give one or the other"):
+        load_settings(TransferSettings, None, asked)
+
+
+def test_without_it_the_defaults_stand() -> None:
+    found = load_settings(TransferSettings, None, {**GIVEN, "paper": False})
+    assert (found.map_rank, found.scale) == ("range", "auto")
+
+
+def test_full_rank_is_another_result_where_samples_are_few() -> None:
+    """The paper's maps are isometries of the whole space; ours of what the samples show."""
+    tiny = TINY["plain"]
+    A, B = tiny.model(16, 2, 1), tiny.model(24, 2, 2)
+    tau = TaskVector.between(dict(A.named_parameters()), tuned(A))
+    calibration = Calibration([(tiny.batch(0, 2), tiny.batch(0, 2))])
+    paper = run("bico", Job(A, B, tau, calibration, tiny.objective), map_rank="full")
+    ours = run("bico", Job(A, B, tau, calibration, tiny.objective))
+    assert relative(torch.cat([paper.deltas[n].flatten() for n in ours.deltas]),
+                    torch.cat([d.flatten() for d in ours.deltas.values()])) > 0.1  # fmt: skip
+    for R in fit(A, B, calibration, tiny.objective, map_rank="full").R_in.values():
+        R = R.dense().double()
+        assert relative(R @ R.T, torch.eye(len(R), dtype=R.dtype)) < 1e-5

@@ -1,0 +1,65 @@
+"""A process with everything imported that runs commands in forks of itself: the start of Python is most of a small one.
+
+Each line of the input is a request in JSON (arguments, folder, variables, files for what is said); each line of the
+output is the exit code. What runs is the installed command's own `main`, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+IMPORTS = (
+    "taskferry.cli.app", "torch", "transformers", "peft", "datasets", "pyarrow.parquet", "pandas", "safetensors.torch",
+    "transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.tokenization_auto", "matplotlib.figure",
+)  # fmt: skip
+
+
+def run(request: dict[str, Any]) -> None:
+    """In the fork; does not return."""
+    code: Any = 1
+    try:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.chdir(request["folder"])
+        os.environ.clear()
+        os.environ.update(request["variables"])
+        sys.argv = ["taskferry", *request["arguments"]]
+        from taskferry.cli import main
+
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def serve() -> None:
+    for name in IMPORTS:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+    told = os.fdopen(os.dup(1), "w", buffering=1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            run(request)
+        _, status = os.waitpid(child, 0)
+        told.write(f"{os.waitstatus_to_exitcode(status)}\n")
+
+
+if __name__ == "__main__":
+    serve()
