@@ -285,11 +285,13 @@ def all_rows(faults: Faults, cluster: Any, only: str | None) -> Iterator[Row]:
         "write": lambda: (
             faults.failing_write(n, 4 if quick else 1000) for n in ("fit", "apply", "transfer", "blockwise", "finetune")
         ),
-        "read": lambda: iter([faults.read_errors(2 if quick else 12)]),
-        "change": lambda: iter([faults.changing(2 if quick else 12)]),
-        "load": lambda: iter([faults.many(200 if quick else 1000), faults.at_once(4 if quick else 10)]),
+        "read": lambda: (faults.read_errors(2 if quick else 12) for _ in range(1)),
+        "change": lambda: (faults.changing(2 if quick else 12) for _ in range(1)),
+        "load": lambda: (
+            run(n) for run, n in ((faults.many, 200 if quick else 1000), (faults.at_once, 4 if quick else 10))
+        ),
         "fuzz": lambda: faults.fuzzed(FEW_INPUTS if quick else INPUTS),
-        "guided": lambda: guided(3_000 if quick else 60_000),
+        "guided": lambda: guided(15_000 if quick else 300_000),
     }
     for name, part in parts.items():
         if only in (None, name):

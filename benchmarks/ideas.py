@@ -22,6 +22,7 @@ from typing import Any
 import common
 import torch
 import torch.nn.functional as F
+from other_maps import Solve, above_noise, centred, even, halfway, isometry, ridge
 from torch import Tensor
 from zoo_bench import open_zoo, score
 
@@ -36,12 +37,11 @@ from taskferry.finding import find_sites
 from taskferry.pairing import DepthRule, Pair, nearest_block, pair_sites
 from taskferry.procrustes import Map, procrustes
 from taskferry.scale import moved_by, scale_on_calibration
-from taskferry.sites import depths
+from taskferry.sites import Site, depths
 from taskferry.taskvector import as_dense
 
 TASKS = ("mnist", "fashion", "drawings")  # the others are for reporting: benchmarks/beyond.py
 PAIRS = (("narrow", "wide"), ("wide", "narrow"), ("twin", "deep"), ("deep", "narrow"))
-Solve = Callable[[Tensor, Tensor], Tensor]
 Moved = Iterator[tuple[str, TaskVector, float | None]]  # name, what is added, scale (None: automatic)
 AUTO = None
 
@@ -150,56 +150,6 @@ class Trial:
         return score(self.B, self.test, self.heads[1], tau, scale)
 
 
-# Maps.
-
-
-def isometry(X_A: Tensor, X_B: Tensor) -> Tensor:
-    return procrustes(X_A.T @ X_B)[0].dense()
-
-
-def centred(X_A: Tensor, X_B: Tensor) -> Tensor:
-    return isometry(X_A - X_A.mean(0), X_B - X_B.mean(0))
-
-
-def even(X_A: Tensor, X_B: Tensor) -> Tensor:
-    """Every token counts alike, however large its gradient."""
-    return isometry(F.normalize(X_A, dim=1), F.normalize(X_B, dim=1))
-
-
-def halfway(X_A: Tensor, X_B: Tensor) -> Tensor:
-    """Rows weighted by the root of their size."""
-    a, b = X_A.norm(dim=1, keepdim=True), X_B.norm(dim=1, keepdim=True)
-    return isometry(X_A / a.clamp_min(1e-12).sqrt(), X_B / b.clamp_min(1e-12).sqrt())
-
-
-def above_noise(hard: bool) -> Solve:
-    """σ against the σ of rows that belong to other tokens: what stands above it is kept, or kept in proportion."""
-
-    def solve(X_A: Tensor, X_B: Tensor) -> Tensor:
-        U, S, V = torch.linalg.svd((X_A.T @ X_B).double(), full_matrices=False)
-        other = torch.randperm(len(X_B), generator=torch.Generator().manual_seed(0))
-        noise = torch.linalg.svdvals(((X_A - X_A.mean(0)).T @ (X_B - X_B.mean(0))[other]).double())
-        kept = (noise[0] < S).double() if hard else (1 - (noise / S.clamp_min(1e-30)).square()).clamp_min(0)
-        return ((U * kept) @ V).float()
-
-    return solve
-
-
-def ridge(strength: float) -> Solve:
-    """Between the isometry and the regression of source on target rows, as long as the isometry."""
-
-    def solve(X_A: Tensor, X_B: Tensor) -> Tensor:
-        BB = (X_B.T @ X_B).double()
-        BB += strength * BB.diagonal().mean() * torch.eye(len(BB), dtype=BB.dtype)
-        R = torch.linalg.solve(BB, (X_B.T @ X_A).double()).T
-        return (R * (min(R.shape) ** 0.5 / R.norm())).float()
-
-    return solve
-
-
-# Ideas.
-
-
 def plain(trial: Trial) -> Moved:
     yield "BiCo at scale 1", trial.bico, 1.0
     yield "BiCo, automatic scale", trial.bico, AUTO
@@ -222,18 +172,27 @@ def samples(trial: Trial) -> Moved:
 
 def scales(trial: Trial) -> Moved:
     """A scale for each block, role or site by the gradient of the loss with respect to the scales."""
-    site = {s.weight: s for s in find_sites(trial.B)} | {s.bias: s for s in find_sites(trial.B) if s.bias}
+    site = sites_by_parameter(trial)
     start = trial.automatic(trial.bico, trial.true)
     kinds: dict[str, Callable[[str], object]] = {
         "block": lambda n: site[n].block,
-        "role": lambda n: site[n].role,
+        "role": by_role(trial),
         "site": lambda n: (site[n].block, site[n].role),
     }
     for name, key in kinds.items():
-        yield f"a scale for each {name}", scaled(trial, trial.bico, key, start), 1.0
+        yield f"a scale for each {name}", scaled(trial, trial.bico, trial.true, key, start), 1.0
 
 
-def scaled(trial: Trial, tau: TaskVector, key: Callable[[str], object], start: float) -> TaskVector:
+def sites_by_parameter(trial: Trial) -> dict[str, Site]:
+    return {name: s for s in find_sites(trial.B) for name in (s.weight, s.bias) if name}
+
+
+def by_role(trial: Trial) -> Callable[[str], object]:
+    site = sites_by_parameter(trial)
+    return lambda name: site[name].role
+
+
+def scaled(trial: Trial, tau: TaskVector, given: Tensor, key: Callable[[str], object], start: float) -> TaskVector:
     """Twenty steps of Adam on the scales alone, held near the one scale by a penalty."""
     groups = list(dict.fromkeys(map(key, tau.deltas)))
     scale = torch.full((len(groups),), start, requires_grad=True)
@@ -248,7 +207,7 @@ def scaled(trial: Trial, tau: TaskVector, key: Callable[[str], object], start: f
             for batch in batches:
                 now = {n: base[n] + scale[groups.index(key(n))] * d for n, d in change.items()}
                 with torch.nn.utils.stateless._reparametrize_module(trial.B, now):
-                    (trial.loss(1, trial.true)(batch) / total).backward()
+                    (trial.loss(1, given)(batch) / total).backward()
             (0.01 * (scale - start).square().sum()).backward()
             optimiser.step()
     chosen = scale.detach().tolist()
@@ -352,7 +311,28 @@ def monotone(likeness: Tensor) -> list[int]:
     return path[::-1]
 
 
-IDEAS = {f.__name__: f for f in (plain, labels, scales, maps, stream, second, depth, samples)}
+def together(trial: Trial) -> Moved:
+    """What helps alone, one after the other."""
+    yield from _together(trial, trial.true, "true labels")
+    yield from _together(trial, trial.hard, "teacher")
+    more = Trial(trial.bench, *trial.names, trial.task, trial.seed, 400)
+    yield from _together(more, more.hard, "teacher, 400 samples")
+
+
+def _together(trial: Trial, given: Tensor, name: str) -> Moved:
+    rows = trial.rows(given)
+    moved = trial.move(rows, inputs=centred, outputs=even)
+    scale = trial.automatic(moved, given)
+    yield f"{name}: centred inputs, even outputs", moved, scale
+    yield f"{name}: and a scale for each role", scaled(trial, moved, given, by_role(trial), scale), 1.0
+    both = rows.plus(trial.rows(given, at=(0.5 * trial.tau, 0.5 * scale * moved)))
+    moved = trial.move(both, inputs=centred, outputs=even)
+    scale = trial.automatic(moved, given)
+    yield f"{name}: and a second pass", moved, scale
+    yield f"{name}: and both", scaled(trial, moved, given, by_role(trial), scale), 1.0
+
+
+IDEAS = {f.__name__: f for f in (plain, labels, scales, maps, stream, second, depth, samples, together)}
 
 
 def main() -> None:

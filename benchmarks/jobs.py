@@ -326,6 +326,7 @@ def cluster() -> Iterator[str]:
     """A Ray cluster of one core on this machine, which outlives the drivers that are killed."""
     import socket
 
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # for the head and for the drivers alike
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -333,7 +334,11 @@ def cluster() -> Iterator[str]:
              "--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000"]  # fmt: skip
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
-        time.sleep(8)
+        for _ in range(60):
+            time.sleep(1)
+            asked = [words[0], "status", f"--address=127.0.0.1:{port}"]
+            if not subprocess.run(asked, capture_output=True, check=False).returncode:
+                break
         yield f"127.0.0.1:{port}"
     finally:
         process.terminate()

@@ -59,7 +59,7 @@ def test_the_commands_run(page: Path, desk: Path) -> None:
         if command[1] == "fleet":
             pytest.importorskip("ray")
         assert command[0] == "taskferry", command
-        options = [] if "--scale" in command or command[1] != "transfer" else ["--scale", "1"]
+        options = [] if {"--scale", "--paper"} & set(command) or command[1] != "transfer" else ["--scale", "1"]
         # Random small models gain nothing, which `--scale auto` would rightly refuse.
         taskferry(*command[1:], *options, cwd=desk)
 

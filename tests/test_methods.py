@@ -30,15 +30,15 @@ def job(name: str, source: tuple[int, int] = (16, 2), target: tuple[int, int] = 
 
 
 def test_all_methods_are_there() -> None:
-    assert list(methods()) == ["bico", "few-shot", "gradfix", "naive", "theseus", "transfusion"]
+    assert list(methods()) == ["bico", "distil", "few-shot", "gradfix", "naive", "theseus", "transfusion"]
     assert all(found.summary for found in methods().values())
 
 
-@pytest.mark.parametrize("name", ["bico", "few-shot", "gradfix", "naive", "theseus", "transfusion"])
+@pytest.mark.parametrize("name", ["bico", "distil", "few-shot", "gradfix", "naive", "theseus", "transfusion"])
 def test_every_method_gives_a_task_vector_for_the_target(name: str) -> None:
     given = job("vit")
     before = {n: p.detach().clone() for n, p in given.target.named_parameters()}
-    moved = run(name, given, **({"steps": 1} if name == "few-shot" else {}))
+    moved = run(name, given, **({"steps": 1} if name in ("few-shot", "distil") else {}))
     assert moved.coverage is not None
     assert [row.parameter for row in moved.coverage] == list(before)
     assert set(moved.coverage.moved()) == set(moved.deltas)

@@ -42,6 +42,8 @@ def _method(record: Mapping[str, Any]) -> str:
         return "bico; nothing was trained: the change of every linear layer was carried over by two orthogonal maps"
     if name == "few-shot":
         return "few-shot; the target was fine-tuned on the calibration samples"
+    if name == "distil":
+        return "distil; moved by bico, then trained for a few steps towards the tuned source on the calibration samples"
     return f"{name}; nothing was trained"
 
 

@@ -1,4 +1,4 @@
-"""How fast this machine is, in a second or two: the measured half of the cost model.
+"""How fast this machine is, in a few seconds: the measured half of the cost model.
 
 >>> machine = Machine.measure()
 >>> machine.solve_seconds(tokens, d_A, d_B)
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -18,7 +18,8 @@ import torch
 from taskferry.procrustes import procrustes, procrustes_from_rows
 
 SQUARE = (256, 768, 1536)  # widths at which a map is solved; between and beyond, a power law through two of them
-ROWS = 256  # tokens of the factored maps that are timed
+ROWS = (256, 1024)  # tokens of the factored maps that are timed, between spaces twice as wide
+QR = 4.0  # multiply-adds of a tall factor's QR, in units of tokens² · width
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,13 @@ class Machine:
     product: float  # multiply-adds a second of float32 matrix products with many rows
     product64: float
     square: tuple[float, ...]  # seconds to solve a square map of each width of SQUARE
-    rows: tuple[float, float]  # seconds of a factored map of ROWS tokens: (always, for each unit of d_A + d_B)
+    rows: tuple[float, ...]  # seconds of a factored map of each number of ROWS
     hashing: float  # bytes a second
 
     @classmethod
     @lru_cache
     def measure(cls, device: str = "cpu") -> Machine:
-        """Two seconds of small problems."""
+        """A few seconds of small problems."""
         generator = torch.Generator().manual_seed(0)
 
         def random(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -44,14 +45,13 @@ class Machine:
         procrustes(random(64, 64))  # wakes the libraries
         covariances = [random(2 * n, n).T @ random(2 * n, n) for n in SQUARE]
         square = tuple(_seconds(partial(procrustes, C), 2) for C in covariances)
-        thin = [_seconds(partial(procrustes_from_rows, X, X)) for X in (random(ROWS, 512), random(ROWS, 2048))]
-        slope = max(0.0, thin[1] - thin[0]) / (2 * (2048 - 512))
+        few = [random(n, 2 * n) for n in ROWS]
         block = bytes(2**24)
         return cls(
             product=1024**3 / _seconds(lambda: A @ A),
             product64=768**3 / _seconds(lambda: A64 @ A64),
             square=square,
-            rows=(max(0.0, thin[0] - slope * 1024), slope),
+            rows=tuple(_seconds(partial(procrustes_from_rows, X, X), 2) for X in few),
             hashing=len(block) / _seconds(lambda: hashlib.sha256(block).digest()),
         )
 
@@ -59,16 +59,18 @@ class Machine:
         """One map of so many tokens, by the solver that would be chosen."""
         n, m = min(d_A, d_B), max(d_A, d_B)
         if tokens * (d_A + d_B) <= d_A * d_B:
-            always, slope = self.rows
-            return always * math.pow(tokens / ROWS, 2.8) + slope * (d_A + d_B) * (tokens / ROWS) ** 2
+            wider = max(0, d_A + d_B - 4 * tokens) * tokens * tokens
+            return _power_law(ROWS, self.rows, tokens) + QR * wider / self.product64
         wider = (m - n) * n * n  # the Gram matrix and V in float64, R in float32
-        return self._square_seconds(n) + wider * (1.6 / self.product64 + 1.0 / self.product)
-
-    def _square_seconds(self, n: int) -> float:
         at = 0 if n < SQUARE[1] else 1
-        (n_1, n_2), (t_1, t_2) = SQUARE[at : at + 2], self.square[at : at + 2]
-        power = min(3.0, max(1.5, math.log(t_2 / t_1) / math.log(n_2 / n_1)))
-        return t_2 * math.pow(n / n_2, power)
+        square = _power_law(SQUARE[at : at + 2], self.square[at : at + 2], n)
+        return square + wider * (1.6 / self.product64 + 1.0 / self.product)
+
+
+def _power_law(sizes: Sequence[int], seconds: Sequence[float], n: int) -> float:
+    """Through two measured sizes, never steeper than a cube."""
+    (n_1, n_2), (t_1, t_2) = sizes, seconds
+    return t_2 * math.pow(n / n_2, min(3.0, max(1.5, math.log(t_2 / t_1) / math.log(n_2 / n_1))))
 
 
 def _seconds(work: Callable[[], object], repeats: int = 3) -> float:

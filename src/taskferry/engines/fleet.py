@@ -92,7 +92,7 @@ def run_fleet(settings: FleetSettings, reporter: FleetReporter | None = None) ->
         if settings.address is None:
             ray.init(include_dashboard=False, **quiet)
         else:
-            ray.init(address=settings.address, **quiet)
+            _connect(ray, settings.address, quiet)
     queue = _Queue(ray, settings, inputs, outputs)
     done = 0
     for batch in queue.run(work):
@@ -103,6 +103,16 @@ def run_fleet(settings: FleetSettings, reporter: FleetReporter | None = None) ->
     outputs.write_text("summary.json", json.dumps(summary, indent=1) + "\n")
     outputs.write_text("summary.html", summary_page(summary, manifest.states.values()))
     return summary
+
+
+def _connect(ray: Any, address: str, quiet: Mapping[str, Any]) -> None:
+    try:
+        ray.init(address=address, **quiet)
+    except ConnectionError as error:
+        raise TaskferryError(
+            f"no Ray cluster answers at {address}: start one there (`ray start --head`), or set RAY_AUTH_MODE=token "
+            "where it asks for a token"
+        ) from error
 
 
 class _Queue:

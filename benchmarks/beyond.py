@@ -1,0 +1,132 @@
+"""How much of the gap that BiCo leaves a short training towards the tuned source closes: every pair of the zoo.
+
+    python benchmarks/beyond.py [--quick] [--json benchmarks/results/beyond.json]
+
+The settings were chosen on mnist, fashion and drawings; what is shown are the other four tasks. One draw of all pairs
+and tasks is finished before the next begins, and a run goes on where an earlier one stopped: the table says how many
+draws it holds. 400 samples and the cold start are run on the first draw alone.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import common
+import recipes
+import zoo
+import zoo_data
+import zoo_tasks
+
+from taskferry.bench.recipe import Recipe, load_recipe
+from taskferry.bench.running import Places, Record, run_recipe
+from taskferry.bench.tables import Groups, collect, lines, to_json
+
+NAME = "zoo/beyond"
+ROWS = ("bico", "bico, automatic scale", "bico, teacher, automatic scale", "distil", "distil, from the target")
+MANY = 400
+
+
+def versions(recipe: Recipe) -> Iterable[tuple[str, Recipe]]:
+    """One draw, what is run on one draw alone (many samples, a cold start), then the other draws."""
+
+    def with_(seeds: int, **changes: Any) -> Recipe:
+        return recipe.model_copy(update={"seeds": seeds, "costly_seeds": seeds, **changes})
+
+    yield NAME, with_(1)
+    yield f"{NAME}-{MANY}", with_(1, samples=[MANY], rows=[ROWS[2], ROWS[3]])
+    yield f"{NAME}-cold", with_(1, rows=[ROWS[4]])
+    for seeds in range(2, recipe.seeds + 1):
+        yield NAME, with_(seeds)
+
+
+def merged(first: Groups, second: Groups) -> Groups:
+    """Rows of both."""
+    return {key: {**first.get(key, {}), **second.get(key, {})} for key in {**first, **second}}
+
+
+def shares(groups: Groups, row: str, count: int) -> list[float]:
+    """The share that a row recovers, for each draw, averaged over the pairs."""
+    by_draw: dict[int, list[float]] = {}
+    for key, scores in groups.items():
+        if key[3] != count or row not in scores:
+            continue
+        for draw in sorted({d for draws in scores[row].values() for d in draws}):
+            one = {r: {t: {draw: s[draw]} for t, s in tasks.items() if draw in s} for r, tasks in scores.items()}
+            line = next(line for line in lines(one, count) if line.row == row)
+            if line.recovered is not None:
+                by_draw.setdefault(draw, []).append(line.recovered)
+    return [statistics.mean(values) for values in by_draw.values()]
+
+
+def worst(groups: Groups, row: str, count: int) -> float:
+    """The smallest gain over the target on any pair and task, a mean over the draws."""
+    gains = [
+        line.tasks[task] - target.tasks[task]
+        for key, scores in groups.items()
+        if key[3] == count
+        for found in [{line.row: line for line in lines(scores, count)}]
+        if row in found
+        for line, target in [(found[row], found["target"])]
+        for task in line.tasks
+    ]
+    return min(gains)
+
+
+def table(groups: Groups) -> str:
+    """The mean over pairs, and each pair."""
+    rows = []
+    for count in sorted({key[3] for key in groups}):
+        for row in ROWS:
+            found = [100 * share for share in shares(groups, row, count)]
+            if not found:
+                continue
+            by_pair, by_task = [], {}
+            for key, scores in groups.items():
+                if key[3] != count or row not in scores:
+                    continue
+                named = {line.row: line for line in lines(scores, count)}
+                by_pair.append(f"{key[0]} → {key[1]} {named[row].recovered:.0%}")
+                for task, score in named[row].tasks.items():
+                    base, best = named["target"].tasks[task], named["target, fine-tuned (oracle)"].tasks[task]
+                    by_task.setdefault(task, []).append((score - base, best - base))
+            tasks = [f"{t} {sum(g for g, _ in v) / sum(o for _, o in v):.0%}" for t, v in by_task.items()]
+            spread = common.mean_spread(found, 0)
+            rows.append(
+                [row, str(count), str(len(found)), f"{spread} %", f"{worst(groups, row, count):+.1f}",
+                 ", ".join(tasks), ", ".join(by_pair)]
+            )  # fmt: skip
+    header = ["", "N", "draws", "recovered", "least gain on a task", "by task", "by pair"]
+    return common.table(header, rows)
+
+
+def main() -> None:
+    options = common.arguments(__doc__ or "")
+    started = time.time()
+    recipe = load_recipe(NAME)
+    if options.quick:
+        recipe = recipes.quick_version(recipe, "case").model_copy(update={"samples": [20]})
+    for task in recipe.tasks:
+        zoo_tasks.write(task, zoo_data.DATA / "tasks")
+    places = Places(zoo.ZOO, zoo_data.DATA / "tasks", zoo_data.DATA / ("work-quick" if options.quick else "work"))
+    groups: Groups = {}
+    for name, version in [(NAME, recipe)] if options.quick else versions(recipe):
+        records: list[Record] = run_recipe(version, name, places, recipes.Told(name))
+        groups = merged(groups, collect(records))
+        results: dict[str, Any] = {"groups": to_json(groups)}
+        if options.json is not None and not options.quick:  # what there is, after every draw
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
+            options.json.with_suffix(".md").write_text(table(groups) + "\n")
+    failures = []
+    if not options.quick:
+        bico, distil = (statistics.mean(shares(groups, row, 100)) for row in ("bico", "distil"))
+        if distil < 1.3 * bico:
+            failures.append(f"distil recovers {distil:.0%}, less than 1.3 times BiCo ({bico:.0%})")
+    common.finish(results, table(groups), options.json, failures, started)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""More inputs than there are samples: changed copies of images, the same change for both models.
+
+    >>> views = Views(calibration, copies=15)
+    >>> A, B = views.pair([3, 141])              # the third sample as it is, and a copy of sample 41
+
+A copy is turned, stretched and shifted a little, its contrast changed, and half of the copies are blended with another
+sample. Labels do not survive that: what a copy is, only a model can say. Coordinates are relative to the image, so two
+models of different resolution see the same picture. Texts have no copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from taskferry.calibration.batch import Batch, Calibration
+
+TURN, STRETCH, SHEAR, SHIFT, CONTRAST = 0.26, 0.15, 0.15, 0.2, 0.2  # radians, shares; shift of half a side
+BLENDED = 0.5  # share of the copies that are blended with another sample
+
+
+class Views:
+    """The samples of a calibration set by number, then `copies` of each; number i is of sample i mod N."""
+
+    def __init__(self, calibration: Calibration, copies: int, seed: int = 0) -> None:
+        self.sides = _whole(calibration.side(0)), _whole(calibration.side(1))
+        self.samples, self.seed = calibration.samples, seed
+        self.images = all(x.ndim == 4 and x.is_floating_point() for side in self.sides for x in side.values())
+        self.copies = copies if self.images else 0
+
+    def __len__(self) -> int:
+        return self.samples * (1 + self.copies)
+
+    def pair(self, indices: Sequence[int]) -> tuple[Batch, Batch]:
+        """These inputs as each of the models takes them."""
+        numbers = torch.stack([self._numbers(i) for i in indices])  # [n, 14] in 0 … 1
+        of = torch.tensor([i % self.samples for i in indices])
+        other = (numbers[:, 13] * self.samples).long().clamp_max(self.samples - 1)
+        copied = torch.tensor([i >= self.samples for i in indices])
+        share = torch.where(numbers[:, 12] < BLENDED, numbers[:, 12], 0.0)  # of the other sample
+        sides = []
+        for inputs in self.sides:
+            if not bool(copied.any()):
+                sides.append({name: x[of.to(x.device)] for name, x in inputs.items()})
+                continue
+            changed = {}
+            for name, x in inputs.items():
+                mine, theirs = warp(x[of], numbers[:, :6]), warp(x[other], numbers[:, 6:12])
+                part = share.to(x)[:, None, None, None]
+                keep = copied[:, None, None, None].to(x.device)
+                changed[name] = torch.where(keep, (1 - part) * mine + part * theirs, x[of])
+            sides.append(changed)
+        return Batch(sides[0], ids=tuple(indices)), Batch(sides[1], ids=tuple(indices))
+
+    def _numbers(self, index: int) -> Tensor:
+        """The same for the same input, whatever it is asked for with."""
+        return torch.rand(14, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + index))
+
+
+def warp(images: Tensor, numbers: Tensor) -> Tensor:
+    """Images [n, c, h, w] turned, stretched, sheared, shifted and of other contrast; 0.5 everywhere changes nothing."""
+    turn, stretch, shear, right, down, contrast = (2 * numbers.to(images) - 1).T
+    size, angle = 1 + STRETCH * stretch, TURN * turn
+    cos, sin = angle.cos() / size, angle.sin() / size
+    rows = [torch.stack([cos, sin + SHEAR * shear, SHIFT * right], 1), torch.stack([-sin, cos, SHIFT * down], 1)]
+    grid = F.affine_grid(torch.stack(rows, 1), list(images.shape), align_corners=False)
+    moved: Tensor = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+    brighter: Tensor = moved * (1 + CONTRAST * contrast)[:, None, None, None]
+    return brighter
+
+
+def _whole(batches: Sequence[Batch]) -> dict[str, Tensor]:
+    """All samples of one model in one tensor for each input; shorter texts are padded, and masked as before."""
+    whole = {}
+    for name in batches[0].inputs:
+        parts = [batch.inputs[name] for batch in batches]
+        if parts[0].ndim == 2:
+            longest = max(part.shape[1] for part in parts)
+            parts = [F.pad(part, (0, longest - part.shape[1])) for part in parts]
+        whole[name] = torch.cat(parts)
+    return whole

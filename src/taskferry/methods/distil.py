@@ -1,0 +1,147 @@
+"""BiCo, then a short training of the target towards the tuned source: no labels, but no longer free of training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from taskferry.calibration.batch import Batch
+from taskferry.calibration.views import Views
+from taskferry.capture import Loss, device_of
+from taskferry.coverage import Coverage, Row
+from taskferry.finding import find_sites
+from taskferry.fitting import Progress, both_objectives
+from taskferry.methods import CannotMove, Job, method, run
+from taskferry.objectives import Classifier, Logits, Objective
+from taskferry.scale import moved_by, scale_on_calibration
+from taskferry.taskvector import TaskVector
+
+
+@method
+def distil(
+    job: Job,
+    *,
+    steps: Annotated[int, "optimiser steps"] = 100,
+    learning_rate: Annotated[float, "of AdamW, at the end of the warm-up"] = 3e-4,
+    batch: Annotated[int, "inputs a step"] = 64,
+    copies: Annotated[int, "changed copies of each image, made for both models alike"] = 3,
+    start: Annotated[Literal["bico", "target"], "from BiCo's result, or from the target (a cold start)"] = "bico",
+    seed: Annotated[int, "of the copies and their order"] = 0,
+) -> TaskVector:
+    """BiCo, then a few training steps that bring the target's outputs to the tuned source's: no labels needed.
+
+    The tuned source answers every input with its probabilities, copies of the samples as well. The linear layers learn.
+    """
+    heads = both_objectives(job.objective, job.source, job.target, job.calibration)
+    if not (isinstance(heads[0], Classifier) and isinstance(heads[1], Classifier)):
+        raise CannotMove("distil needs models that score classes: the two vocabularies of language models differ")
+    moved = run("bico", job) if start == "bico" else TaskVector({})
+    target = job.target
+    base = {name: p.detach().clone() for name, p in target.named_parameters()}
+    asked = {name: p.requires_grad for name, p in target.named_parameters()}
+    with ExitStack() as moves:
+        moves.enter_context(moved_by(job.source, job.tau))(1.0)
+        teacher = heads[0].logits(job.source, job.calibration.side(0))
+        taught = Taught(Views(job.calibration, copies, seed), teacher, device_of(job.source))
+        towards = Towards(heads[1].logits(target, job.calibration.side(1)))
+        if len(moved):
+            samples = [taught.batch(range(i, min(i + batch, taught.samples))) for i in range(0, taught.samples, batch)]
+            scale = scale_on_calibration(target, moved, towards.bind(target, ()), samples).best
+            moves.enter_context(moved_by(target, moved))(scale)
+        learns = {name for site in find_sites(target) if site.fixed is None for name in (site.weight, site.bias)}
+        try:
+            for name, parameter in target.named_parameters():
+                parameter.requires_grad_(name in learns)
+            learn(target, taught, towards.bind(target, ()), steps, learning_rate, batch, seed, job.progress)
+            after = {name: p.detach().clone() for name, p in target.named_parameters()}
+        finally:
+            with torch.no_grad():
+                for name, parameter in target.named_parameters():
+                    parameter.copy_(base[name])
+                    parameter.requires_grad_(asked[name])
+    result = TaskVector.between(base, after)
+    rows = [_row(name, tuple(p.shape), name in result.deltas, name in learns) for name, p in base.items()]
+    return TaskVector(result.deltas, Coverage(tuple(rows)))
+
+
+class Taught:
+    """Inputs of the target by number, each with the probabilities that the teacher gives it."""
+
+    def __init__(self, views: Views, teacher: Logits, device: torch.device) -> None:
+        self.views, self.teacher, self.device = views, teacher, device
+        self.samples = views.samples
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """These inputs, with soft labels [n, classes]."""
+        A, B = self.views.pair(indices)
+        with torch.no_grad():
+            answers = self.teacher(A.to(self.device)).softmax(-1)
+        return replace(B, labels=answers)
+
+
+class Towards(Objective):
+    """Summed cross-entropy against soft labels."""
+
+    def __init__(self, logits: Logits) -> None:
+        self.logits = logits
+
+    def bind(self, model: nn.Module, batches: Sequence[Batch]) -> Loss:  # noqa: ARG002
+        """The head is bound already."""
+
+        def loss(batch: Batch) -> Tensor:
+            scores = self.logits(batch)
+            labels = batch.labels
+            if labels is None:
+                raise CannotMove("distil needs the teacher's answers")
+            return F.cross_entropy(scores, labels.to(scores), reduction="sum")
+
+        return loss
+
+
+def learn(
+    model: nn.Module,
+    taught: Taught,
+    loss: Loss,
+    steps: int,
+    learning_rate: float,
+    batch: int,
+    seed: int,
+    progress: Progress | None = None,
+) -> None:
+    """AdamW on what asks for a gradient, in eval mode; ten steps of warm-up, then half a cosine down to nothing."""
+    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.0)
+    device, training = device_of(model), model.training
+    generator = torch.Generator().manual_seed(seed)
+    waiting: list[int] = []
+    model.eval()
+    for step in range(steps):
+        while len(waiting) < min(batch, len(taught)):
+            waiting += torch.randperm(len(taught), generator=generator).tolist()
+        chosen, waiting = waiting[:batch], waiting[batch:]
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate * min(1.0, (step + 1) / 10) * (1 + math.cos(math.pi * step / steps)) / 2
+        with torch.enable_grad():
+            value = loss(taught.batch(chosen).to(device)) / len(chosen)
+        optimiser.zero_grad()
+        value.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        if progress is not None:
+            progress("distil", step + 1, steps)
+    optimiser.zero_grad()
+    model.train(training)
+
+
+def _row(name: str, shape: tuple[int, ...], moved: bool, learns: bool) -> Row:
+    if moved:
+        return Row(name, shape, "moved")
+    return Row(name, shape, "kept", "no gradient reaches it" if learns else "not a linear layer")
