@@ -332,7 +332,25 @@ def _together(trial: Trial, given: Tensor, name: str) -> Moved:
     yield f"{name}: and both", scaled(trial, moved, given, by_role(trial), scale), 1.0
 
 
-IDEAS = {f.__name__: f for f in (plain, labels, scales, maps, stream, second, depth, samples, together)}
+def passes(trial: Trial) -> Moved:
+    """What the second pass needs, and whether a third one adds to it."""
+    given = trial.hard
+    for inputs, word in ((centred, "centred inputs"), (isometry, "inputs as they are")):
+        rows = trial.rows(given)
+        moved = trial.move(rows, inputs=inputs, outputs=even)
+        for count in (2, 3, 4):
+            scale = trial.automatic(moved, given)
+            part = (count - 1) / 4 if count > 2 else 0.5
+            rows = rows.plus(trial.rows(given, at=(part * trial.tau, part * scale * moved)))
+            moved = trial.move(rows, inputs=inputs, outputs=even)
+            scale = trial.automatic(moved, given)
+            yield f"teacher, even outputs, {word}, {count} passes", moved, scale
+            if count == 3 or inputs is isometry:
+                both = scaled(trial, moved, given, by_role(trial), scale)
+                yield f"teacher, even outputs, {word}, {count} passes, a scale for each role", both, 1.0
+
+
+IDEAS = {f.__name__: f for f in (plain, labels, scales, maps, stream, second, depth, samples, together, passes)}
 
 
 def main() -> None:
@@ -381,6 +399,8 @@ def table(scores: dict[str, dict[str, dict[str, float]]]) -> str:
                 gain = (found[name] - found["target"]) / (found["oracle"] - found["target"])
                 by_pair.setdefault(" → ".join(key.split()[:2]), []).append(gain)
                 better += found[name] > found["BiCo, automatic scale"]
+        if not by_pair:
+            continue
         means = {pair: statistics.mean(gains) for pair, gains in by_pair.items()}
         count = sum(map(len, by_pair.values()))
         cellwise = [f"{means[' → '.join(pair)]:.0%}" if " → ".join(pair) in means else "" for pair in PAIRS]

@@ -26,10 +26,13 @@ class Ran:
 
 
 def taskferry(*arguments: object, code: int = 0, cwd: Path | None = None, **environment: str) -> Ran:
-    """Run `taskferry …` and expect an exit code: in a fork of a warm process, or in a new one for other variables."""
+    """Run `taskferry …` and expect an exit code: in a fork of a warm process, or in a new one.
+
+    A new one for other variables, and for a fleet: Ray does not start its workers from a fork.
+    """
     words = [str(word) for word in arguments]
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "TERM": "dumb", **environment}
-    ran = _new(words, cwd, variables) if environment else _warm(words, cwd, variables)
+    ran = _new(words, cwd, variables) if environment or words[:1] == ["fleet"] else _warm(words, cwd, variables)
     assert ran.code == code, f"taskferry {' '.join(words)}\n{ran.out}\n{ran.err}"
     return ran
 

@@ -30,11 +30,13 @@ def job(name: str, source: tuple[int, int] = (16, 2), target: tuple[int, int] = 
 
 
 def test_all_methods_are_there() -> None:
-    assert list(methods()) == ["bico", "distil", "few-shot", "gradfix", "naive", "theseus", "transfusion"]
+    assert list(methods()) == ["bico", "distil", "few-shot", "gradfix", "naive", "theseus", "transfusion", "twofold"]
     assert all(found.summary for found in methods().values())
 
 
-@pytest.mark.parametrize("name", ["bico", "distil", "few-shot", "gradfix", "naive", "theseus", "transfusion"])
+@pytest.mark.parametrize(
+    "name", ["bico", "distil", "few-shot", "gradfix", "naive", "theseus", "transfusion", "twofold"]
+)
 def test_every_method_gives_a_task_vector_for_the_target(name: str) -> None:
     given = job("vit")
     before = {n: p.detach().clone() for n, p in given.target.named_parameters()}

@@ -40,6 +40,8 @@ def _method(record: Mapping[str, Any]) -> str:
     name = str(record["settings"].get("method", "bico"))
     if name == "bico":
         return "bico; nothing was trained: the change of every linear layer was carried over by two orthogonal maps"
+    if name == "twofold":
+        return "twofold; nothing was trained: two orthogonal maps a layer carried the change over, fitted in two places"
     if name == "few-shot":
         return "few-shot; the target was fine-tuned on the calibration samples"
     if name == "distil":

@@ -86,7 +86,7 @@ def fit(
     options = MapOptions(map_rank, tolerance, factored, tokens_per_width)
     solved = Solved()
     widest = max((p.element_size() for model in (source, target) for p in model.parameters()), default=4)
-    groups = list(_groups(pairs, statistics_memory, max(4, widest)))
+    groups = list(groups_of(pairs, statistics_memory, max(4, widest)))
     share, company = ranks.share(calibration), ranks.company(calibration)
     # Each rank keeps its part of the tokens that stand for all.
     kept_tokens = None if tokens_per_width is None else tokens_per_width * len(share) / len(calibration)
@@ -94,8 +94,8 @@ def fit(
     capturing = Steps(tell, "capture", len(groups) * len(share))
     solving = Steps(tell, "solve", 2 * len(pairs))
     rests_on = {
-        "source": _describe(source),
-        "target": _describe(target),
+        "source": describe(source),
+        "target": describe(target),
         "objective": [objective_A.describe(), objective_B.describe()],
         "calibration": {"samples": calibration.samples, "sha256": calibration.identity()},
         "versions": {"taskferry": __version__, "torch": torch.__version__},
@@ -176,7 +176,8 @@ def identity_alignment(source: nn.Module, target: nn.Module, depth_rule: DepthRu
     )
 
 
-def _describe(model: nn.Module) -> dict[str, str]:
+def describe(model: nn.Module) -> dict[str, str]:
+    """What a fit remembers of a model."""
     return {
         "class": type(model).__name__,
         "prefix": str(getattr(model, "base_model_prefix", "")),
@@ -197,7 +198,7 @@ def _on_device(calibration: Calibration, which: int, model: nn.Module) -> list[B
     return [batch.to(device) for batch in calibration.side(which)]
 
 
-def _groups(pairs: list[Pair], memory: int, number: int) -> Iterator[list[Pair]]:
+def groups_of(pairs: list[Pair], memory: int, number: int) -> Iterator[list[Pair]]:
     """Pairs whose cross-covariances fit the memory together; a block is never split, it shares inputs."""
     group: list[Pair] = []
     used = 0

@@ -33,12 +33,13 @@ from taskferry.forms import FORMS, check_output, in_form, output_kind, write_for
 from taskferry.inputs import Inputs
 from taskferry.large import transfer_blockwise
 from taskferry.methods import Job, find
+from taskferry.methods.twofold import fit_twofold
 from taskferry.outcome import Outcome, Reporter, finish, summary, verdict, with_coverage
 from taskferry.plan import Plan, make_plan
 from taskferry.preparing import Prepared, prepare
 from taskferry.scale import ScaleCurve, calibration_loss, moved_by, scale_on_calibration
 from taskferry.settings import ApplySettings, FitSettings, MapSettings, PlanSettings, TransferSettings, dump_settings
-from taskferry.solving import Alone
+from taskferry.solving import Alone, MapOptions
 from taskferry.stages import Stages
 from taskferry.taskvector import TaskVector
 
@@ -297,11 +298,16 @@ def _move(
     reporter: Reporter,
     keep: Path,
 ) -> tuple[TaskVector, Mapping[str, Any], list[dict[str, Any]]]:
-    """The moved task vector, its provenance and the table of its sites; BiCo unless another method is asked for."""
+    """The moved task vector, its provenance and the table of its sites, where the method has maps."""
     if settings.method == "bico" and not settings.method_settings:
         alignment = _fit(settings, source, target, prepared, reporter, tuned.tau, keep=keep)
         return alignment.apply(tuned.tau), alignment.provenance, site_table(alignment)
-    job = Job(source.model, target.model, tuned.tau, prepared.calibration, prepared.objectives, reporter.step)
+    job = Job(source.model, target.model, tuned.tau, prepared.calibration, prepared.objectives, reporter.step, keep)
+    if settings.method == "twofold":
+        memory = int(settings.statistics_memory * 2**30)
+        maps = MapOptions(own["map_rank"], own["tolerance"], tuned.tau.low_rank, own["tokens_per_width"])
+        alignment, moved = fit_twofold(job, maps, way=own["way"], scales=own["scales"], memory=memory)
+        return moved, alignment.provenance, site_table(alignment)
     moved = find(settings.method).function(job, **own)
     objectives = [objective.describe() for objective in prepared.objectives]
     return moved, {"method": settings.method, "settings": dict(own), "objective": objectives}, []

@@ -76,7 +76,7 @@ def make_plan(
     pairs, _ = pair_sites(find_sites(source), target_sites)
     if only is not None:
         pairs, _ = changed_pairs(pairs, only)
-    machine = Machine.measure(device_of(target).type)
+    machine = Machine.of(device_of(target).type)
     trial = _trial(source, target, pairs, calibration)
     now = resident()  # with all that libraries load when they are first used
     sums = [*trial.statistics.inputs.values(), *trial.statistics.outputs.values()]

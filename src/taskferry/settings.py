@@ -128,7 +128,7 @@ class TransferSettings(CalibrationSettings, MapSettings, OutputSettings, Writing
     source_tuned: str = Field(description="the tuned source: a model, a PEFT LoRA, a state file or a task vector")
     target_base: str = Field(description="the base model to move to")
     scale: Scale | Literal["auto"] = Field("auto", description="1 is the paper; auto takes the lowest calibration loss")
-    method: str = Field("bico", description="how it is moved: `taskferry methods` lists them")
+    method: str = Field("twofold", description="how it is moved: `taskferry methods` lists them")
     engine: Literal["whole", "blockwise"] = Field(
         "whole", description="whole models in memory, or one block of each at a time (models larger than memory)"
     )
@@ -139,6 +139,8 @@ class TransferSettings(CalibrationSettings, MapSettings, OutputSettings, Writing
     @classmethod
     def _as_published(cls, given: Any) -> Any:
         """Fills in what the paper fixes; anything else that was asked for beside it is a contradiction."""
+        if isinstance(given, dict) and given.get("engine") == "blockwise":
+            given = {"method": "bico", **given}  # models that do not fit are seen once
         if not isinstance(given, dict) or given.get("paper") is not True:
             return given
         other = [name for name, value in PAPER.items() if name in given and given[name] not in (value, str(value))]

@@ -70,6 +70,11 @@ def as_dense(delta: Delta) -> Tensor:
     return delta.dense() if isinstance(delta, LowRank) else delta
 
 
+def scale_delta(delta: Delta, scale: float) -> Delta:
+    """A multiple of a change; a low-rank one stays low-rank."""
+    return LowRank(delta.left * scale, delta.right) if isinstance(delta, LowRank) else delta * scale
+
+
 def _norm(delta: Delta) -> float:
     return delta.norm() if isinstance(delta, LowRank) else float(torch.linalg.vector_norm(delta.double()))
 
@@ -135,10 +140,7 @@ class TaskVector:
         return self + (-1.0) * other
 
     def __mul__(self, scale: float) -> TaskVector:
-        def scaled(delta: Delta) -> Delta:
-            return LowRank(delta.left * scale, delta.right) if isinstance(delta, LowRank) else delta * scale
-
-        return TaskVector({name: scaled(delta) for name, delta in self.deltas.items()}, self.coverage)
+        return TaskVector({name: scale_delta(delta, scale) for name, delta in self.deltas.items()}, self.coverage)
 
     __rmul__ = __mul__
 

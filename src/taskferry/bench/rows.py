@@ -40,6 +40,8 @@ ROWS: dict[str, RowKind] = {
     "bico, teacher": RowKind("bico", teacher=True, passes=(4 / 3, 1.0)),
     "bico, teacher, automatic scale": RowKind("bico", auto_scale=True, teacher=True, passes=(4 / 3, 5.0)),
     "theseus, automatic scale": RowKind("theseus", auto_scale=True, passes=(1 / 3, 4 + 1 / 3)),
+    "twofold": RowKind("twofold", auto_scale=True, passes=(3.0, 41.0)),
+    "twofold, teacher": RowKind("twofold", auto_scale=True, teacher=True, passes=(10 / 3, 41.0)),
     "bico, input-only": RowKind("bico", {"outputs": "identity"}),
     "bico, output-only": RowKind("bico", {"inputs": "identity"}),
     "bico, gradient-only": RowKind("bico", {"inputs": "gradients"}),

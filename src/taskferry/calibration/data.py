@@ -164,6 +164,8 @@ def _load(given: str, cache: str, split: str, config: str | None) -> Any:
             if path.suffix not in _READERS:
                 raise TaskferryError(f"{given} is no {', '.join(_READERS)} file")
             check_data_file(path)
+            if _READERS[path.suffix] == "json":
+                return datasets.Dataset.from_dict(_columns(path))
             return datasets.load_dataset(_READERS[path.suffix], data_files=str(path), **settings)
         if "/" in given and not given.startswith((".", "/")) and given.count("/") == 1:
             name, _, revision = given.partition("@")
@@ -173,6 +175,23 @@ def _load(given: str, cache: str, split: str, config: str | None) -> Any:
     except Exception as error:  # the library raises many kinds; all mean that the data cannot be read
         raise TaskferryError(f"{given} cannot be read: {_line(error)}") from error
     raise TaskferryError(f"{given} does not exist")
+
+
+def _columns(path: Path) -> dict[str, list[Any]]:
+    """The columns of JSON objects: one on each line, or a list of them.
+
+    By Python's own parser: the one of pyarrow ends the process on some damaged files.
+    """
+    text = path.read_text(encoding="utf-8")
+    if text.lstrip().startswith("["):
+        rows = json.loads(text)
+    else:
+        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise TaskferryError(f'{path}: entry {number} is no object with columns, such as {{"text": …}}')
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def _line(error: Exception) -> str:

@@ -18,7 +18,7 @@ EFFICIENCY = 0.6  # of a bare product, in a model's own passes
 
 def plan_blocks(source: Walk, target: Walk, pairs: list[Pair], calibration: Calibration) -> Plan:
     """Time and peak memory; every block of a model has the size of its largest."""
-    machine = Machine.measure()
+    machine = Machine.of("cpu")
     give_back()
     tokens = sum(size(B) for _, B in calibration)
     batch = max(size(B) for _, B in calibration)

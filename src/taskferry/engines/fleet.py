@@ -90,7 +90,7 @@ def run_fleet(settings: FleetSettings, reporter: FleetReporter | None = None) ->
     if not ray.is_initialized():
         quiet = {"log_to_driver": False, "logging_level": "ERROR"}
         if settings.address is None:
-            ray.init(include_dashboard=False, **quiet)
+            ray.init(address="local", include_dashboard=False, **quiet)  # never one that somebody else runs here
         else:
             _connect(ray, settings.address, quiet)
     queue = _Queue(ray, settings, inputs, outputs)

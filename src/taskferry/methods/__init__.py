@@ -13,6 +13,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import ConfigDict, ValidationError, create_model
@@ -39,6 +40,7 @@ class Job:
     calibration: Calibration
     objective: AnyObjective | tuple[AnyObjective, AnyObjective] | None = None
     progress: Progress | None = None
+    keep: Path | None = None  # a folder for finished groups of sites, so that a job that was killed goes on
 
     def target_loss(self) -> Loss:
         """The target's loss on a micro-batch, summed over its samples."""
