@@ -50,8 +50,8 @@ def test_one_table_from_one_command(tmp_path: Path) -> None:
     table = json.loads((tmp_path / "table.json").read_text())
     rows = {"target as it is", "bico", "bico, automatic scale", "bico, input-only", "bico, output-only",
             "bico, gradient-only", "theseus", "transfusion", "gradfix", "naive", "few-shot", "few-shot, one step",
-            "few-shot, from bico", "theseus, automatic scale", "bico, teacher", "bico, teacher, automatic scale", "twofold",
-            "twofold, teacher", "distil", "distil, from the target"}  # fmt: skip
+            "few-shot, from bico", "theseus, automatic scale", "bico, teacher",
+            "bico, teacher, automatic scale", "twofold", "twofold, teacher", "distil", "distil, from the target"}  # fmt: skip
     assert set(table["scores"]) == rows
     assert all(len(scores) == 2 for scores in table["scores"].values())
     assert not table["refusals"]
