@@ -48,10 +48,10 @@ def test_one_table_from_one_command(tmp_path: Path) -> None:
              "--calibration", tmp_path / "data.jsonl", "--test", tmp_path / "data.jsonl"]  # fmt: skip
     taskferry("bench", "compare", *given, "--target-base", tmp_path / "b", "--seeds", 2, "--out", tmp_path / "table")
     table = json.loads((tmp_path / "table.json").read_text())
-    rows = {"target as it is", "bico", "bico, automatic scale", "bico, input-only", "bico, output-only",
-            "bico, gradient-only", "theseus", "transfusion", "gradfix", "naive", "few-shot", "few-shot, one step",
-            "few-shot, from bico", "theseus, automatic scale", "bico, teacher",
-            "bico, teacher, automatic scale", "twofold", "twofold, teacher", "distil", "distil, from the target"}  # fmt: skip
+    from taskferry.bench.rows import ROWS
+
+    rows = {"target as it is", *ROWS}
+    assert {"twofold", "bico", "theseus", "transfusion", "gradfix", "naive", "few-shot", "distil"} <= rows
     assert set(table["scores"]) == rows
     assert all(len(scores) == 2 for scores in table["scores"].values())
     assert not table["refusals"]

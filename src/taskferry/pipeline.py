@@ -43,6 +43,7 @@ from taskferry.solving import Alone, MapOptions
 from taskferry.stages import Stages
 from taskferry.taskvector import TaskVector
 
+TWOFOLD = {"captures": 3, "rounds": 2, "looks": 80}  # two searches for a scale, twenty steps of one for each role
 LOOKS = 8  # forward passes of the target that choosing a scale takes, usually
 
 
@@ -68,7 +69,9 @@ def transfer(
     kind = output_kind(settings, tuned.adapter)
     prepared = prepare(settings, source, target, settings.source_tuned)
     if dry_run or reporter.wants_plan:
-        plan = _plan(settings, source, target, prepared, tuned, looks=LOOKS if settings.scale == "auto" else 2)
+        own_work = TWOFOLD if settings.method == "twofold" else {}
+        looks = (LOOKS if settings.scale == "auto" else 2) + own_work.get("looks", 0)
+        plan = _plan(settings, source, target, prepared, tuned, **{**own_work, "looks": looks})
         reporter.plan(plan, _plan_lines(settings, tuned, prepared, kind))
     if dry_run:
         return None
@@ -135,14 +138,14 @@ def _plan(
     target: Loaded,
     prepared: Prepared,
     tuned: Tuned | None = None,
-    looks: int = 0,
+    **work: int,
 ) -> Plan:
     return make_plan(
         source.model,
         target.model,
         prepared.calibration,
         None if tuned is None else tuned.tau.deltas.keys(),
-        looks=looks,
+        **work,
         tokens_per_width=settings.tokens_per_width,
         statistics_memory=int(settings.statistics_memory * 2**30),
     )

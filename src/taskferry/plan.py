@@ -68,10 +68,16 @@ def make_plan(
     only: Collection[str] | None = None,
     *,
     looks: int = 0,
+    captures: int = 1,
+    rounds: int = 1,
     tokens_per_width: float | None = None,
     statistics_memory: int = 4 * 2**30,
 ) -> Plan:
-    """From sizes, a trial and a second of measurement; `looks` forward passes of the target choose a scale."""
+    """From sizes, a trial and a second of measurement.
+
+    `looks` forward passes of the target choose scales; a method may see both models several times (`captures`) and
+    solve its maps in several `rounds`.
+    """
     target_sites = find_sites(target)
     pairs, _ = pair_sites(find_sites(source), target_sites)
     if only is not None:
@@ -96,9 +102,9 @@ def make_plan(
         weights_bytes=weights,
         memory_bytes=now + _working_memory(trial, maps, min(held, statistics_memory)),
         stages={
-            "capture": groups * passes + products / machine.product,
-            "solve": sum(machine.solve_seconds(*each) for each in maps),
-            "apply": moving / machine.product,
+            "capture": captures * (groups * passes + products / machine.product),
+            "solve": rounds * sum(machine.solve_seconds(*each) for each in maps),
+            "apply": rounds * moving / machine.product,
             "hash": weights / machine.hashing,
             "scale": looks * 0.25 * passes,  # a forward pass of the target: half of its half
         },
