@@ -58,19 +58,20 @@ CAUSAL = """LoRA adapters of a small Llama on three domains, moved to a larger o
 a tokenizer of its own; all pre-trained here on film reviews. The share is of the loss that a LoRA trained on the target
 takes away."""
 
-BEYOND = """`twofold`, the default of `transfer`, beside BiCo: gradients of one length, a second capture halfway, a scale for
-each role of layer; nothing is trained. Everything was chosen on mnist, fashion and drawings (the table below); these are
-the other four tasks, all seven pairs, 100 samples unless N says otherwise. *Teacher* has no labels but the tuned
-source's. *Least gain* is the worst of all pairs and tasks, in points over the target as it is. Where rows of `distil` are
-shown: they train (100 steps towards the tuned source's outputs), so they are no replacement where nothing may be trained."""
+BEYOND = """`twofold`, the default of `transfer`, beside BiCo: gradients of one length, a second capture
+halfway, a scale for each role of layer; nothing is trained. Everything was chosen on mnist, fashion and
+drawings (the table below); these are the other four tasks, all seven pairs, 100 samples unless N says
+otherwise. *Teacher* has no labels but the tuned source's. *Least gain* is the worst of all pairs and tasks,
+in points over the target as it is. Where rows of `distil` are shown: they train (100 steps towards the tuned
+source's outputs), so they are no replacement where nothing may be trained."""
 
-IDEAS = """One draw each, 100 samples, on the tasks that settings were chosen on (mnist, fashion, drawings) and four pairs
-(narrow → wide, wide → narrow, twin → deep, deep → narrow); rows were run in as many of the twelve cells as the last
-column says, and BiCo in the same cells stands beside them. Kept: even outputs (tokens of equal weight), the second pass,
-a scale for each role. Not kept, because they do not help or no longer do beside those: soft labels, truncation and
-shrinkage by noise, regression in place of isometries, one map along the residual stream, centred inputs, third and
-fourth passes, a scale for each block or site, matching blocks by CKA, splitting or summing over blocks. More unlabelled
-samples always help."""
+IDEAS = """One draw each, 100 samples, on the tasks that settings were chosen on (mnist, fashion, drawings)
+and four pairs (narrow → wide, wide → narrow, twin → deep, deep → narrow); rows were run in as many of the
+twelve cells as the last column says, and BiCo in the same cells stands beside them. Kept: even outputs
+(tokens of equal weight), the second pass, a scale for each role. Not kept, because they do not help or no
+longer do beside those: soft labels, truncation and shrinkage by noise, regression in place of isometries, one
+map along the residual stream, centred inputs, third and fourth passes, a scale for each block or site,
+matching blocks by CKA, splitting or summing over blocks. More unlabelled samples always help."""
 
 
 def read(name: str) -> dict[str, Any]:
