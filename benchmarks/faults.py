@@ -31,7 +31,7 @@ import jobs
 from jobs import World
 
 KILLS = {"fit": 45, "apply": 35, "transfer": 45, "blockwise": 25, "finetune": 30, "fleet": 20}
-FEW_KILLS = {"fit": 3, "apply": 3, "transfer": 3, "blockwise": 2, "finetune": 2}
+FEW_KILLS = {"fit": 3, "apply": 3, "transfer": 3, "blockwise": 1, "finetune": 2}
 NAMES = {"blockwise": "transfer block by block", "finetune": "fine-tune"}
 INPUTS, FEW_INPUTS = 500_000, 20_000
 FLAT = 0.05  # how much more memory the last of many applies may have than the first

@@ -134,7 +134,18 @@ def both(world: Path, tuned: str, tmp_path: Path) -> dict[str, dict[str, object]
             "--target-base",
             world / "large",
         ]
-        arguments += ["--calibration", world / "prompts.jsonl", "--samples", 12, "--scale", 1, "--engine", engine]
+        arguments += [
+            "--calibration",
+            world / "prompts.jsonl",
+            "--samples",
+            12,
+            "--method",
+            "bico",
+            "--scale",
+            1,
+            "--engine",
+            engine,
+        ]
         records[engine] = taskferry("transfer", *arguments, "--out", out, "--json").json
         assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
     return records

@@ -58,7 +58,7 @@ def tuned(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 @pytest.fixture(scope="module")
 def options(shared: Path) -> list[object]:
     data = shared / "data" / "sst2" / "train.jsonl"
-    return ["--calibration", data, "--samples", 48, "--max-length", 48, "--scale", 1, "--json"]
+    return ["--calibration", data, "--samples", 48, "--max-length", 48, "--method", "bico", "--scale", 1, "--json"]
 
 
 @pytest.mark.parametrize(("source", "target"), [("minilm", "gte"), ("gte", "minilm")], ids=["deeper", "shallower"])
@@ -67,7 +67,7 @@ def test_a_lora_moves_and_loads_with_peft(
 ) -> None:
     names = {"minilm": shared / "models/all-MiniLM-L6-v2", "gte": shared / "models/gte-small"}
     pair = ["--source-base", names[source], "--target-base", names[target]]
-    taskferry("fit", *pair, *options[:-3], "--out", tmp_path / "x.alignment")
+    taskferry("fit", *pair, *options[:-5], "--out", tmp_path / "x.alignment")
     lora, base = tuned[f"{source}-lora"], names[target]
     ran = taskferry("transfer", *pair, "--source-tuned", lora, *options, "--out", tmp_path / "moved")
     taskferry("apply", tmp_path / "x.alignment", lora, "--target-base", base, "--out", tmp_path / "applied")
