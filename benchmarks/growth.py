@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--plot", type=Path, help="draw the sweeps here (SVG)")
     parser.add_argument("--only", choices=("sweeps", "pairs"), help="the other part is taken from --json")
+    parser.add_argument("--pair", action="append", help="with --only pairs: these again, the others from --json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -167,7 +168,8 @@ def main() -> None:
     if options.only == "sweeps" or options.quick:
         pairs = known.get("pairs", {})
     else:
-        pairs = {name: real_pair(name) for name in speed.PAIRS}
+        again = options.pair or list(speed.PAIRS)
+        pairs = {name: real_pair(name) if name in again else known["pairs"][name] for name in speed.PAIRS}
     rows, failures = [], []
     for name, found in sweeps.items():
         off = [p["planned"] / p["seconds"] for p in found["points"]]
