@@ -484,3 +484,15 @@ def test_text_does_not_escape_into_terminal_or_card(tmp_path: Path) -> None:
     assert all(c.isprintable() or c == "\n" for c in card)
     front = yaml.safe_load(card.split("---")[1])
     assert set(front) == {"library_name", "tags"}  # what cannot be a name on a hub is no base model there
+
+
+def test_a_line_that_is_no_object_ends_no_process(tmp_path: Path) -> None:
+    """A null on the first line ends pyarrow's own parser, and the process with it."""
+    pytest.importorskip("datasets")
+    good = json.dumps({"text": "a", "label": 0})
+    (tmp_path / "data.jsonl").write_text(f"null\n{good}\n{good}\n")
+    with pytest.raises(TaskferryError, match="entry 1 is no object with columns"):
+        load_samples(str(tmp_path / "data.jsonl"))
+    separator = json.dumps({"text": "two\u2028lines", "label": 1}, ensure_ascii=False)
+    (tmp_path / "more.jsonl").write_text(f"{good}\n{separator}\n", encoding="utf-8")
+    assert load_samples(str(tmp_path / "more.jsonl")).rows[1]["text"] == "two\u2028lines"
