@@ -253,7 +253,7 @@ def run_recipe(recipe: Recipe, name: str, places: Places, reporter: Reporter | N
     reporter = reporter or Reporter()
     file = places.work / f"{name.replace('/', '-')}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    known = {_key(record["cell"]): record for record in _finished(file)}
+    known = {_key(record["cell"]): record for record in finished(file)}
     bench, cells = Bench(recipe, places, reporter), sorted(recipe.cells(), key=lambda cell: cell.task)
     records: list[Record] = []
     for done, cell in enumerate(cells, 1):
@@ -272,7 +272,7 @@ def run_recipe(recipe: Recipe, name: str, places: Places, reporter: Reporter | N
     return records
 
 
-def _finished(file: Path) -> list[Record]:
+def finished(file: Path) -> list[Record]:
     """The cells of earlier runs; a last line that was cut off is dropped."""
     if not file.exists():
         return []
