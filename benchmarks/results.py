@@ -60,10 +60,10 @@ takes away."""
 
 BEYOND = """`twofold`, the default of `transfer`, beside BiCo: gradients of one length, a second capture
 halfway, a scale for each role of layer; nothing is trained. Everything was chosen on mnist, fashion and
-drawings (the table below); these are the other four tasks, all seven pairs (cifar10 on five of
-them so far), 100 samples unless N says otherwise. *Teacher* has no labels but the tuned source's. *Least gain* is the worst of all pairs and tasks,
-in points over the target as it is. Where rows of `distil` are shown: they train (100 steps towards the tuned
-source's outputs), so they are no replacement where nothing may be trained."""
+drawings (the table below); these are the other four tasks, all seven pairs (cifar10 on five of them so far),
+100 samples unless N says otherwise. *Teacher* has no labels but the tuned source's. *Least gain* is the worst
+of all pairs and tasks, in points over the target as it is. Where rows of `distil` are shown: they train (100
+steps towards the tuned source's outputs), so they are no replacement where nothing may be trained."""
 
 IDEAS = """One draw each, 100 samples, on the tasks that settings were chosen on (mnist, fashion, drawings)
 and four pairs (narrow → wide, wide → narrow, twin → deep, deep → narrow); rows were run in as many of the
