@@ -67,10 +67,11 @@ class Faults:
     def known(self, name: str) -> tuple[str, float]:
         """(hash, seconds) of an uninterrupted run."""
         if name not in self.reference:
-            folder = jobs.clear(self.work / "reference")
-            started = time.time()
-            code = jobs.run(self.world.job(name), folder)
-            seconds = time.time() - started
+            for _ in range(2):  # the second one is timed: the first wakes caches and a cluster's workers
+                folder = jobs.clear(self.work / "reference")
+                started = time.time()
+                code = jobs.run(self.world.job(name), folder)
+                seconds = time.time() - started
             if code:
                 raise RuntimeError(f"{name} fails by itself: {Path(f'{folder}.log').read_text()[-3000:]}")
             self.reference[name] = (jobs.digest(folder / "out"), seconds)

@@ -34,6 +34,7 @@ from taskferry.pipeline import apply_alignment, fit_alignment, transfer
 from taskferry.settings import ApplySettings, FitSettings, FleetSettings, Move, TransferSettings
 
 Hook = Callable[[str, tuple[Any, ...]], None]
+OF_A_FLEET = ("manifest.jsonl", "summary.json", "summary.html")
 _WRITES = ("open", "os.mkdir", "os.rename", "faults.write")
 _hooks: list[Hook] = []
 sys.addaudithook(lambda event, given: [hook(event, given) for hook in _hooks] and None)
@@ -290,14 +291,15 @@ def digest(path: Path, *, rename: tuple[bytes, bytes] = (b"", b"")) -> str:
     found = hashlib.sha256()
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     for file in files:
-        if file.name in ("manifest.jsonl", "summary.json", "summary.html"):
+        if file.name in OF_A_FLEET:
             continue
         content = file.read_bytes()
         if file.name == "taskferry.json":  # its times and memory differ
             content = json.dumps({k: v for k, v in json.loads(content).items() if k != "work"}).encode()
         content = content.replace(*rename) if rename[0] else content
         found.update(f"{file.relative_to(path)}:{len(content)}:".encode() + content)
-    return found.hexdigest() if files else "nothing"
+    counted = [file for file in files if file.name not in OF_A_FLEET]
+    return found.hexdigest() if counted else "nothing"
 
 
 def stray(folder: Path) -> list[str]:

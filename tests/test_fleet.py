@@ -131,3 +131,14 @@ def test_an_address_of_fsspec_is_as_good_as_a_folder(world: Path) -> None:
 def test_no_name_leaves_the_folder(name: str, tmp_path: Path) -> None:
     with pytest.raises(TaskferryError, match="no name"), Store(str(tmp_path)).staged(name):
         pass
+
+
+def test_a_path_means_the_same_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of a cluster do not run where the command was given."""
+    monkeypatch.chdir(tmp_path)
+    store = Store("moved")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    Store(store.address).make()
+    assert (tmp_path / "moved").is_dir()
+    assert not (tmp_path / "elsewhere" / "moved").exists()

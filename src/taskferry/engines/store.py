@@ -21,7 +21,8 @@ class Store:
     """One address."""
 
     def __init__(self, address: str) -> None:
-        self.address = str(address)
+        # A worker runs in a folder of its own: a path must mean the same there.
+        self.address = str(address) if "://" in str(address) else str(Path(address).absolute())
         self.fs: Any = None
         self.root = self.address
         if "://" in self.address:
