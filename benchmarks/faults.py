@@ -30,7 +30,7 @@ import fuzzing
 import jobs
 from jobs import World
 
-KILLS = {"fit": 45, "apply": 35, "transfer": 45, "blockwise": 25, "finetune": 30, "fleet": 20}
+KILLS = {"fit": 60, "apply": 35, "transfer": 45, "blockwise": 25, "finetune": 30, "fleet": 5}
 FEW_KILLS = {"fit": 3, "apply": 3, "transfer": 3, "blockwise": 1, "finetune": 2}
 NAMES = {"blockwise": "transfer block by block", "finetune": "fine-tune"}
 INPUTS, FEW_INPUTS = 500_000, 20_000
