@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from taskferry.alignment import NO_CHANGE, AlignedPair, Alignment
 from taskferry.calibration.batch import Batch, Calibration
-from taskferry.capture import BICO, Side, Signals, collect, device_of
+from taskferry.capture import BICO, Side, Signals, Statistics, collect, device_of
 from taskferry.coverage import reasons_to_keep
 from taskferry.errors import TaskferryError
 from taskferry.files import hash_tensor
@@ -31,6 +31,7 @@ from taskferry.version import __version__
 
 AnyObjective = Objective | Callable[[nn.Module, Batch], Tensor]
 Progress = Callable[[str, int, int], None]  # (what, done, total)
+Capture = Callable[..., Statistics]
 
 
 @with_bars
@@ -51,6 +52,8 @@ def fit(
     progress: Progress | bool | None = None,
     ranks: Alone | None = None,
     keep: Path | None = None,
+    capture: Capture = collect,
+    capture_key: str = "",
 ) -> Alignment:
     """All maps from one frozen forward and backward pass of both models on the calibration set.
 
@@ -63,6 +66,8 @@ def fit(
     `signals` says what is aligned on each side; anything but the default is another method.
     `ranks` splits the work over processes; the first one gets the maps, the others an alignment without any.
     `keep` is a folder for finished groups of sites: a fit that was killed goes on after the last of them.
+    `capture` gathers a group's statistics as `collect` does; anything but the default is another method, and
+    `capture_key` says what it rests on beside the models and samples.
     `progress=True` shows bars; a function is called with what is done, the steps done and the steps in all.
     """
     if signals.backward or callable(objective):  # a function of the user's own knows how to run the models
@@ -86,7 +91,7 @@ def fit(
     options = MapOptions(map_rank, tolerance, factored, tokens_per_width)
     solved = Solved()
     widest = max((p.element_size() for model in (source, target) for p in model.parameters()), default=4)
-    groups = list(groups_of(pairs, statistics_memory, max(4, widest)))
+    groups = list(_groups(pairs, statistics_memory, max(4, widest)))
     share, company = ranks.share(calibration), ranks.company(calibration)
     # Each rank keeps its part of the tokens that stand for all.
     kept_tokens = None if tokens_per_width is None else tokens_per_width * len(share) / len(calibration)
@@ -94,13 +99,13 @@ def fit(
     capturing = Steps(tell, "capture", len(groups) * len(share))
     solving = Steps(tell, "solve", 2 * len(pairs))
     rests_on = {
-        "source": describe(source),
-        "target": describe(target),
+        "source": _describe(source),
+        "target": _describe(target),
         "objective": [objective_A.describe(), objective_B.describe()],
         "calibration": {"samples": calibration.samples, "sha256": calibration.identity()},
         "versions": {"taskferry": __version__, "torch": torch.__version__},
     }
-    kept = Kept(keep, len(groups), repr((rests_on, options, signals)))
+    kept = Kept(keep, len(groups), repr((rests_on, options, signals, capture_key)))
     for number, group in enumerate(groups):
         known = kept.load(number, group) if ranks.rank == 0 else None
         if ranks.told(known is not None):
@@ -109,7 +114,7 @@ def fit(
             solving.step(2 * len(group))
             continue
         # A group's sums live in this call only: two groups never exist at once.
-        statistics = collect(
+        statistics = capture(
             side_A, side_B, group, share, capturing.step, signals, kept_tokens, exact=ranks.exact, company=company
         )
         found = ranks.solve(statistics, group, options, solving.step)
@@ -176,8 +181,7 @@ def identity_alignment(source: nn.Module, target: nn.Module, depth_rule: DepthRu
     )
 
 
-def describe(model: nn.Module) -> dict[str, str]:
-    """What a fit remembers of a model."""
+def _describe(model: nn.Module) -> dict[str, str]:
     return {
         "class": type(model).__name__,
         "prefix": str(getattr(model, "base_model_prefix", "")),
@@ -198,7 +202,7 @@ def _on_device(calibration: Calibration, which: int, model: nn.Module) -> list[B
     return [batch.to(device) for batch in calibration.side(which)]
 
 
-def groups_of(pairs: list[Pair], memory: int, number: int) -> Iterator[list[Pair]]:
+def _groups(pairs: list[Pair], memory: int, number: int) -> Iterator[list[Pair]]:
     """Pairs whose cross-covariances fit the memory together; a block is never split, it shares inputs."""
     group: list[Pair] = []
     used = 0

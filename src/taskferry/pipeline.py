@@ -32,18 +32,16 @@ from taskferry.fitting import fit, hash_parameters
 from taskferry.forms import FORMS, check_output, in_form, output_kind, write_form
 from taskferry.inputs import Inputs
 from taskferry.large import transfer_blockwise
-from taskferry.methods import Job, find
-from taskferry.methods.twofold import fit_twofold
+from taskferry.methods import Job, find, twofold
 from taskferry.outcome import Outcome, Reporter, finish, summary, verdict, with_coverage
 from taskferry.plan import Plan, make_plan
 from taskferry.preparing import Prepared, prepare
 from taskferry.scale import ScaleCurve, calibration_loss, moved_by, scale_on_calibration
 from taskferry.settings import ApplySettings, FitSettings, MapSettings, PlanSettings, TransferSettings, dump_settings
-from taskferry.solving import Alone, MapOptions
+from taskferry.solving import Alone
 from taskferry.stages import Stages
 from taskferry.taskvector import TaskVector
 
-TWOFOLD = {"captures": 3, "rounds": 2, "looks": 80}  # two searches for a scale, twenty steps of one for each role
 LOOKS = 8  # forward passes of the target that choosing a scale takes, usually
 
 
@@ -69,7 +67,7 @@ def transfer(
     kind = output_kind(settings, tuned.adapter)
     prepared = prepare(settings, source, target, settings.source_tuned)
     if dry_run or reporter.wants_plan:
-        own_work = TWOFOLD if settings.method == "twofold" else {}
+        own_work = twofold.WORK if settings.method == "twofold" else {}
         looks = (LOOKS if settings.scale == "auto" else 2) + own_work.get("looks", 0)
         plan = _plan(settings, source, target, prepared, tuned, **{**own_work, "looks": looks})
         reporter.plan(plan, _plan_lines(settings, tuned, prepared, kind))
@@ -288,6 +286,8 @@ def _method_settings(settings: TransferSettings) -> dict[str, Any]:
         if name not in known:
             raise TaskferryError(f"the method {settings.method} has no {name}: leave --{name.replace('_', '-')} out")
         own.setdefault(name, value)
+    if "statistics_memory" in known:
+        own.setdefault("statistics_memory", settings.statistics_memory)
     return own
 
 
@@ -307,9 +307,7 @@ def _move(
         return alignment.apply(tuned.tau), alignment.provenance, site_table(alignment)
     job = Job(source.model, target.model, tuned.tau, prepared.calibration, prepared.objectives, reporter.step, keep)
     if settings.method == "twofold":
-        memory = int(settings.statistics_memory * 2**30)
-        maps = MapOptions(own["map_rank"], own["tolerance"], tuned.tau.low_rank, own["tokens_per_width"])
-        alignment, moved = fit_twofold(job, maps, way=own["way"], scales=own["scales"], memory=memory)
+        alignment, moved = twofold.fit_twofold(job, **own)
         return moved, alignment.provenance, site_table(alignment)
     moved = find(settings.method).function(job, **own)
     objectives = [objective.describe() for objective in prepared.objectives]

@@ -137,8 +137,8 @@ class TransferSettings(CalibrationSettings, MapSettings, OutputSettings, Writing
 
     @model_validator(mode="before")
     @classmethod
-    def _as_published(cls, given: Any) -> Any:
-        """Fills in what the paper fixes; anything else that was asked for beside it is a contradiction."""
+    def _fixed(cls, given: Any) -> Any:
+        """Fills in what an engine or the paper fixes; anything else asked for beside the paper is a contradiction."""
         if isinstance(given, dict) and given.get("engine") == "blockwise":
             given = {"method": "bico", **given}  # models that do not fit are seen once
         if not isinstance(given, dict) or given.get("paper") is not True:

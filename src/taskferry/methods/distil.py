@@ -19,6 +19,7 @@ from taskferry.coverage import Coverage, Row
 from taskferry.finding import find_sites
 from taskferry.fitting import Progress, both_objectives
 from taskferry.methods import CannotMove, Job, method, run
+from taskferry.methods.few_shot import restore
 from taskferry.objectives import Classifier, Logits, Objective
 from taskferry.scale import moved_by, scale_on_calibration
 from taskferry.taskvector import TaskVector
@@ -62,10 +63,9 @@ def distil(
             learn(target, taught, towards.bind(target, ()), steps, learning_rate, batch, seed, job.progress)
             after = {name: p.detach().clone() for name, p in target.named_parameters()}
         finally:
-            with torch.no_grad():
-                for name, parameter in target.named_parameters():
-                    parameter.copy_(base[name])
-                    parameter.requires_grad_(asked[name])
+            restore(target, base)
+            for name, parameter in target.named_parameters():
+                parameter.requires_grad_(asked[name])
     result = TaskVector.between(base, after)
     rows = [_row(name, tuple(p.shape), name in result.deltas, name in learns) for name, p in base.items()]
     return TaskVector(result.deltas, Coverage(tuple(rows)))

@@ -8,28 +8,31 @@ that are chosen are one scale for each role.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from taskferry.alignment import NO_CHANGE, Alignment
-from taskferry.capture import Side, Statistics, collect_into, device_of, frozen
+from taskferry.alignment import Alignment
+from taskferry.calibration.batch import Batch
+from taskferry.capture import Side, Signals, Statistics, collect_into, device_of, frozen
 from taskferry.files import hash_tensor
 from taskferry.finding import find_sites
-from taskferry.fitting import both_objectives, changed_pairs, describe, groups_of, parameter_reasons
+from taskferry.fitting import fit
 from taskferry.methods import Job, method
 from taskferry.methods.bico import MapRank, Tolerance
-from taskferry.pairing import pair_sites
+from taskferry.pairing import Pair
 from taskferry.procrustes import DEFAULT_TOLERANCE
 from taskferry.scale import moved_by, scale_on_calibration
-from taskferry.solving import Alone, Kept, MapOptions, Solved
 from taskferry.statistics import CrossCovariance
 from taskferry.taskvector import LowRank, TaskVector, as_dense, scale_delta
 
+WORK = {"captures": 3, "rounds": 2, "looks": 80}  # for a plan: two searches for a scale, twenty steps of one for roles
+Halfway = tuple[TaskVector, TaskVector]  # what is added to the source and to the target at the second capture
 STEPS, RATE, HOLD = 20, 0.1, 0.01  # of the search for scales: steps of Adam, its rate, how strongly near one scale
 
 
@@ -45,19 +48,21 @@ def twofold(
     statistics_memory: Annotated[float, "GiB of cross-covariances at once"] = 4.0,
 ) -> TaskVector:
     """BiCo with gradients of one length, a second capture halfway, and a scale for each role of layer."""
-    options = MapOptions(map_rank, tolerance, job.tau.low_rank, tokens_per_width)
-    return fit_twofold(job, options, way=way, scales=scales, memory=int(statistics_memory * 2**30))[1]
+    chosen = {"map_rank": map_rank, "tolerance": tolerance, "tokens_per_width": tokens_per_width}
+    return fit_twofold(job, way=way, scales=scales, statistics_memory=statistics_memory, **chosen)[1]
 
 
-def fit_twofold(job: Job, options: MapOptions, *, way: float, scales: str, memory: int) -> tuple[Alignment, TaskVector]:
-    """The last alignment, and the task vector that it moved with its scales."""
+def fit_twofold(
+    job: Job, *, way: float, scales: str, statistics_memory: float, **maps: Any
+) -> tuple[Alignment, TaskVector]:
+    """The last alignment, and the task vector that it moved with its scales; `maps` are options of `fit`."""
     loss, batches = job.target_loss(), job.calibration.side(1)
-    alignment = _align(job, options, memory, None)
+    maps["statistics_memory"] = int(statistics_memory * 2**30)
+    alignment = _align(job, maps, None)
     moved = alignment.apply(job.tau)
     scale = scale_on_calibration(job.target, moved, loss, batches).best
     if way and scale:
-        halfway = (way * job.tau, way * scale * moved)
-        alignment = _align(job, options, memory, halfway)
+        alignment = _align(job, maps, (way * job.tau, way * scale * moved))
         moved = alignment.apply(job.tau)
         scale = scale_on_calibration(job.target, moved, loss, batches).best
     if scales == "role" and scale:
@@ -65,49 +70,46 @@ def fit_twofold(job: Job, options: MapOptions, *, way: float, scales: str, memor
     return alignment, moved
 
 
-def _align(job: Job, options: MapOptions, memory: int, halfway: tuple[TaskVector, TaskVector] | None) -> Alignment:
-    """Maps of the base models' rows, and of those halfway where it is given, group by group."""
-    objectives = both_objectives(job.objective, job.source, job.target, job.calibration)
-    side_A, side_B = (
-        Side(model, objective.bind(model, [b.to(device_of(model)) for b in job.calibration.side(i)]))
-        for i, (model, objective) in enumerate(zip((job.source, job.target), objectives, strict=True))
+def _align(job: Job, maps: Mapping[str, Any], halfway: Halfway | None) -> Alignment:
+    """Maps of the base models' rows, and of those halfway where it is given."""
+    place = "base" if halfway is None else "halfway"
+    tell = job.progress
+    alignment = fit(
+        job.source,
+        job.target,
+        job.calibration,
+        job.objective,
+        **maps,
+        only=job.tau.deltas.keys(),
+        factored=job.tau.low_rank,
+        keep=None if job.keep is None else job.keep / place,
+        progress=None if tell is None else lambda what, done, total: tell(f"{what}, {place}", done, total),
+        capture=partial(_capture, halfway),
+        capture_key=f"twofold {_hash(halfway)}",
     )
-    sites = find_sites(job.target)
-    pairs, reasons = pair_sites(find_sites(job.source), sites)
-    pairs, left_out = changed_pairs(pairs, job.tau.deltas.keys())
-    reasons |= dict.fromkeys(left_out, NO_CHANGE)
-    groups = list(groups_of(pairs, memory, 4))
-    see = partial(collect_into, calibration=job.calibration, tokens_per_width=options.tokens_per_width)
-    rests_on = {
-        "source": describe(job.source),
-        "target": describe(job.target),
-        "objective": [objective.describe() for objective in objectives],
-        "calibration": {"samples": job.calibration.samples, "sha256": job.calibration.identity()},
-    }
-    folder = None if job.keep is None else job.keep / ("base" if halfway is None else "halfway")
-    kept = Kept(folder, len(groups), repr((rests_on, options, _hash(halfway))))
-    solved = Solved()
-    for number, group in enumerate(groups):
-        found = kept.load(number, group)
-        if found is None:
-            statistics = EvenGradients()
-            see(statistics, side_A, side_B, group)
-            if halfway is not None:
-                with ExitStack() as moves:
-                    for model, tau in zip((job.source, job.target), halfway, strict=True):
-                        moves.enter_context(moved_by(model, tau))(1.0)
-                    see(statistics, side_A, side_B, group)
-            found = Alone().solve(statistics, group, options, lambda _: None)
-            kept.save(number, group, found)
-        solved.add(found)
-        if job.progress is not None:
-            job.progress("maps" if halfway is None else "maps halfway", number + 1, len(groups))
-    return solved.alignment(
-        source_parameters={name: tuple(p.shape) for name, p in job.source.named_parameters()},
-        target_parameters={name: tuple(p.shape) for name, p in job.target.named_parameters()},
-        reasons=parameter_reasons(job.target, sites, reasons | solved.reasons),
-        provenance={"method": "twofold", **rests_on},
-    )
+    return replace(alignment, provenance={**alignment.provenance, "method": "twofold"})
+
+
+def _capture(
+    halfway: Halfway | None,
+    source: Side,
+    target: Side,
+    group: Sequence[Pair],
+    share: Sequence[tuple[Batch, Batch]],
+    on_batch: Callable[[], None],
+    signals: Signals,
+    tokens_per_width: float | None,
+    **_: Any,  # of many processes: this method runs in one
+) -> EvenGradients:
+    statistics = EvenGradients()
+    see = partial(collect_into, statistics, source, target, group, share, signals=signals)
+    see(on_batch=on_batch, tokens_per_width=tokens_per_width)
+    if halfway is not None:
+        with ExitStack() as moves:
+            for side, tau in zip((source, target), halfway, strict=True):
+                moves.enter_context(moved_by(side.model, tau))(1.0)
+            see(tokens_per_width=tokens_per_width)
+    return statistics
 
 
 @dataclass
@@ -167,7 +169,7 @@ def scaled_by_role(job: Job, tau: TaskVector, start: float) -> TaskVector:
     return TaskVector(deltas, tau.coverage)
 
 
-def _hash(halfway: tuple[TaskVector, TaskVector] | None) -> str:
+def _hash(halfway: Halfway | None) -> str:
     """What the second capture rests on."""
     digest = hashlib.sha256()
     for tau in halfway or ():
