@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from taskferry import Calibration, LowRank, TaskVector
+from taskferry.calibration.batch import Batch
+from taskferry.calibration.views import Views
 from taskferry.capture import Side, collect_into
+from taskferry.families import family_of
 from taskferry.finding import find_sites
 from taskferry.fitting import both_objectives
 from taskferry.methods import Job, run
-from taskferry.methods.twofold import Even, EvenGradients, scaled_by_role
+from taskferry.methods.twofold import PATCH, EvenGradients, with_copies
+from taskferry.objectives import Classifier, Logits
 from taskferry.pairing import pair_sites
+from taskferry.rolescales import STEPS, scaled_by_role
 from taskferry.scale import calibration_loss, moved_by
-from taskferry.statistics import CrossCovariance
 from taskferry.taskvector import as_dense
 from tests.test_methods import job
 from tests.tiny import TINY, relative
@@ -26,32 +32,28 @@ def flat(tau: TaskVector) -> torch.Tensor:
     return torch.cat([delta.flatten() for _, delta in sorted(tau.dense().deltas.items())])
 
 
+def helpful(name: str = "vit") -> Job:
+    """A change that lowers the loss of both models: a step down the source's gradient, and a target much like it."""
+    given = job(name)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        for p, q in zip(given.target.parameters(), given.source.parameters(), strict=True):
+            p.copy_(q + 0.02 * torch.randn_like(q))
+    loss = both_objectives(given.objective, given.source, given.target, given.calibration)[0]
+    loss_A = loss.bind(given.source, given.calibration.side(0))
+    names, weights = zip(*given.source.named_parameters(), strict=True)
+    total = torch.stack([loss_A(batch) for batch in given.calibration.side(0)]).sum()
+    found = torch.autograd.grad(total, weights, allow_unused=True)
+    changed = given.tau.deltas.keys()
+    return replace(given, tau=TaskVector({n: -0.02 * g for n, g in zip(names, found, strict=True)
+                                          if g is not None and n in changed}))  # fmt: skip
+
+
 def loss_at(given: Job, tau: TaskVector, scale: float = 1.0) -> float:
+    loss = given.target_loss()  # its head is that of the base
     with moved_by(given.target, tau) as at:
         at(scale)
-        return calibration_loss(given.target, given.target_loss(), given.calibration.side(1))
-
-
-def test_every_gradient_row_counts_alike() -> None:
-    """One row a thousand times larger changes nothing; rows of zeros stay out."""
-    torch.manual_seed(0)
-    X_A, X_B = torch.randn(50, 6), torch.randn(50, 8)
-    plain, larger = Even(6, 8), Even(6, 8)
-    plain.add(X_A, X_B)
-    sizes = torch.ones(50, 1)
-    sizes[3] = 1000.0
-    larger.add(sizes * X_A, sizes * X_B)
-    assert relative(larger.matrix(), plain.matrix()) < 1e-5
-    unit = CrossCovariance(6, 8)
-    unit.add(X_A / X_A.norm(dim=1, keepdim=True), X_B / X_B.norm(dim=1, keepdim=True))
-    assert relative(plain.matrix(), unit.matrix()) < 1e-6
-    as_they_are = CrossCovariance(6, 8)
-    as_they_are.add(sizes * X_A, sizes * X_B)
-    assert relative(as_they_are.matrix() / as_they_are.matrix().norm(), plain.matrix() / plain.matrix().norm()) > 0.1
-    with_zeros = Even(6, 8)
-    with_zeros.add(torch.cat([X_A, torch.zeros(2, 6)]), torch.cat([X_B, torch.ones(2, 8)]))
-    assert with_zeros.rows == 50
-    assert relative(with_zeros.matrix(), plain.matrix()) < 1e-6
+        return calibration_loss(given.target, loss, given.calibration.side(1))
 
 
 def test_a_model_onto_itself_is_the_change_itself() -> None:
@@ -63,8 +65,8 @@ def test_a_model_onto_itself_is_the_change_itself() -> None:
     pairs = pair_sites(find_sites(A), find_sites(A))[0]
     tau = TaskVector({p.source.weight: 0.01 * torch.randn(A.get_parameter(p.source.weight).shape) for p in pairs})
     given = Job(A, A, tau, Calibration([(batch, batch)]), tiny.objective)
-    for way in (0.0, 0.5):
-        moved = run("twofold", given, way=way, scales="one")
+    for way, whiten in ((0.0, False), (0.5, False), (0.5, True)):
+        moved = run("twofold", given, way=way, scales="one", whiten=whiten)
         for name, delta in moved.deltas.items():
             change = as_dense(tau.deltas[name])
             # A direction that no gradient has (all logits up) is not moved; the others come back as they were.
@@ -75,8 +77,8 @@ def test_a_model_onto_itself_is_the_change_itself() -> None:
 
 def test_without_its_parts_it_is_bico_with_even_gradients() -> None:
     given = job("vit")
-    moved = run("twofold", given, way=0.0, scales="one")
-    statistics = EvenGradients()
+    moved = run("twofold", given, way=0.0, scales="one", whiten=False, copies=0, patches=True)
+    statistics = EvenGradients(whiten=False)
     objectives = both_objectives(given.objective, given.source, given.target, given.calibration)
     sides = [Side(m, o.bind(m, given.calibration.side(i)))
              for i, (m, o) in enumerate(zip((given.source, given.target), objectives, strict=True))]  # fmt: skip
@@ -91,7 +93,7 @@ def test_without_its_parts_it_is_bico_with_even_gradients() -> None:
 
 
 def test_the_second_capture_changes_the_maps_and_leaves_the_models_alone() -> None:
-    given = job("vit")
+    given = helpful()
     before = [p.detach().clone() for m in (given.source, given.target) for p in m.parameters()]
     once, twice = (run("twofold", given, way=way, scales="one") for way in (0.0, 0.5))
     assert relative(flat(twice), flat(once)) > 0.01
@@ -101,9 +103,9 @@ def test_the_second_capture_changes_the_maps_and_leaves_the_models_alone() -> No
 
 
 def test_a_scale_for_each_role_lowers_the_loss_and_keeps_a_lora_low_rank() -> None:
-    given = job("vit")
+    given = helpful()
     moved = run("twofold", given, scales="one")
-    scaled = scaled_by_role(given, moved, 1.0)
+    scaled = scaled_by_role(given.target, moved, given.target_loss(), given.calibration.side(1), 1.0)
     assert loss_at(given, scaled) < loss_at(given, moved)
     roles = {site.weight: site.role for site in find_sites(given.target)}
     found: dict[str, set[float]] = {}
@@ -125,7 +127,7 @@ def test_a_scale_for_each_role_lowers_the_loss_and_keeps_a_lora_low_rank() -> No
 def test_finished_groups_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import taskferry.methods.twofold as module
 
-    given = replace(job("vit"), keep=tmp_path / "groups")
+    given = replace(helpful(), keep=tmp_path / "groups")
     small = {"statistics_memory": 1e-6, "scales": "one"}
     whole = run("twofold", given, **small)
     assert len(list((tmp_path / "groups" / "base").iterdir())) > 1
@@ -139,3 +141,94 @@ def test_finished_groups_are_not_made_again(tmp_path: Path, monkeypatch: pytest.
     assert torch.equal(flat(again), flat(whole))
     with pytest.raises(AssertionError, match="captured again"):
         run("twofold", replace(given, tau=2.0 * given.tau), **small)  # halfway is elsewhere for another change
+
+
+class Fixed(Classifier):
+    """Four classes by random directions about a centre that is given: a head that is made from no sample."""
+
+    def __init__(self, given: Job) -> None:
+        with torch.no_grad():
+            copies = Views(given.calibration, 1).pair(range(24, 48))[0]
+            self.centre = family_of(given.source).features(given.source, copies).mean(0)
+
+    def logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:
+        planes = torch.randn(4, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        return lambda batch: 20 * (family_of(model).features(model, batch) - self.centre) @ planes.T
+
+
+def test_copies_of_images_are_labelled_by_the_tuned_source() -> None:
+    given = helpful()
+    given = replace(given, tau=0.001 * given.tau, objective=Fixed(given))
+    more = with_copies(given, 3)
+    assert more.calibration.samples == 4 * given.calibration.samples
+    for old, new in zip(given.calibration, more.calibration, strict=False):  # the samples come first, as they were
+        assert torch.equal(old[0].inputs["pixel_values"], new[0].inputs["pixel_values"])
+        assert torch.equal(old[1].labels, new[1].labels)  # type: ignore[arg-type]
+    copies = more.calibration.pairs[len(given.calibration) :]
+    logits = Fixed(given).logits(given.source, [])
+    with moved_by(given.source, given.tau) as at, torch.no_grad():
+        at(1.0)
+        expected = torch.cat([logits(A).argmax(-1) for A, _ in copies])
+    found = torch.cat([A.labels for A, _ in copies if A.labels is not None])
+    assert torch.equal(found, expected)
+    assert len(set(found.tolist())) > 1
+    assert relative(flat(run("twofold", given)), flat(run("twofold", given, copies=0))) > 0.01
+    assert with_copies(given, 0) is given
+    fitted = job("vit")  # prototypes would be made from the copies as well
+    assert with_copies(fitted, 3) is fitted
+    texts = job("gpt2")
+    assert with_copies(texts, 3) is texts
+
+
+def test_a_patch_embedding_stays_unless_asked_for_or_alone() -> None:
+    given = helpful()
+    name = "embeddings.patch_embeddings.projection.weight"
+    assert name in given.tau.deltas
+    moved = run("twofold", given)
+    assert name not in moved.deltas
+    assert moved.coverage is not None
+    assert moved.coverage[name].status == "kept"
+    assert moved.coverage[name].reason == PATCH
+    assert set(moved.coverage.moved()) == set(moved.deltas)
+    assert name in run("twofold", given, patches=True).deltas
+    alone = TaskVector({name: given.tau.deltas[name]})
+    assert len(run("twofold", replace(given, tau=alone)))  # a change of it alone is still a change
+
+
+def test_the_base_models_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reused sums must give what new ones would: the same to the bit."""
+    import taskferry.methods.twofold as module
+
+    given = helpful()
+    seen = []
+    real = module.collect_into
+    monkeypatch.setattr(module, "collect_into", lambda *a, **k: (seen.append(1), real(*a, **k)))
+    once = run("twofold", given, scales="one")
+    assert len(seen) == 2
+    groups = run("twofold", given, scales="one", statistics_memory=1e-6)  # too many groups to be kept
+    assert len(seen) > 6
+    assert relative(flat(once), flat(groups)) < 1e-9
+
+
+def test_scales_see_every_part_and_never_end_worse() -> None:
+    given = helpful()
+    loss, batches = given.target_loss(), given.calibration.side(1)
+    moved = run("twofold", given, scales="one")
+    shown: list[int] = []
+
+    def watched(batch: Batch) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            shown.append(batch.ids[0])
+        return loss(batch)
+
+    scaled = scaled_by_role(given.target, moved, watched, batches, 1.0, samples_a_step=len(batches[0]))
+    assert len(shown) == STEPS  # one batch a step
+    assert set(shown) == {batch.ids[0] for batch in batches}
+    assert loss_at(given, scaled) < loss_at(given, moved)
+
+    def contrary(batch: Batch) -> torch.Tensor:  # its gradient leads away from what it measures
+        value = loss(batch)
+        return 2 * value.detach() - value
+
+    same = scaled_by_role(given.target, moved, contrary, batches, 1.0)
+    assert all(torch.equal(as_dense(same.deltas[n]), as_dense(d)) for n, d in moved.deltas.items())

@@ -32,7 +32,12 @@ def choose_solver(C: Tensor, full: bool) -> Solver:
 
 def by_svd(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """U, σ, V by the SVD in float64."""
-    U, sigma, Vh = torch.linalg.svd(C.double(), full_matrices=False)
+    C = C.double()
+    try:
+        U, sigma, Vh = torch.linalg.svd(C, full_matrices=False)
+    except torch.linalg.LinAlgError:
+        # LAPACK's divide and conquer may fail on many equal singular values, as near-isometries have them.
+        return by_eigh(C)
     return U, sigma, Vh.mT
 
 
@@ -52,8 +57,8 @@ def of_rows(X_A: Tensor, X_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """U, σ, V of X_Aᵀ X_B from rows [M, d_A] and [M, d_B], M < d: X_Aᵀ = Q_A T_A, X_Bᵀ = Q_B T_B, then T_A T_Bᵀ."""
     Q_A, T_A = torch.linalg.qr(X_A.double().mT)
     Q_B, T_B = torch.linalg.qr(X_B.double().mT)
-    U, sigma, Vh = torch.linalg.svd(T_A @ T_B.mT, full_matrices=False)
-    return Q_A @ U, sigma, Q_B @ Vh.mT
+    U, sigma, V = by_svd(T_A @ T_B.mT)
+    return Q_A @ U, sigma, Q_B @ V
 
 
 def gram(C: Tensor) -> Tensor:

@@ -23,9 +23,15 @@ BLENDED = 0.5  # share of the copies that are blended with another sample
 
 
 class Views:
-    """The samples of a calibration set by number, then `copies` of each; number i is of sample i mod N."""
+    """The samples of a calibration set by number, then `copies` of each; number i is of sample i mod N.
 
-    def __init__(self, calibration: Calibration, copies: int, seed: int = 0) -> None:
+    `strength` is a share of the largest changes, `blended` the share of the copies that another sample is blended into.
+    """
+
+    def __init__(
+        self, calibration: Calibration, copies: int, seed: int = 0, strength: float = 1.0, blended: float = BLENDED
+    ) -> None:
+        self.strength, self.blended = strength, blended
         self.sides = _whole(calibration.side(0)), _whole(calibration.side(1))
         self.samples, self.seed = calibration.samples, seed
         self.images = all(x.ndim == 4 and x.is_floating_point() for side in self.sides for x in side.values())
@@ -40,7 +46,7 @@ class Views:
         of = torch.tensor([i % self.samples for i in indices])
         other = (numbers[:, 13] * self.samples).long().clamp_max(self.samples - 1)
         copied = torch.tensor([i >= self.samples for i in indices])
-        share = torch.where(numbers[:, 12] < BLENDED, numbers[:, 12], 0.0)  # of the other sample
+        share = torch.where(numbers[:, 12] < self.blended, numbers[:, 12], 0.0)  # of the other sample
         sides = []
         for inputs in self.sides:
             if not bool(copied.any()):
@@ -48,7 +54,8 @@ class Views:
                 continue
             changed = {}
             for name, x in inputs.items():
-                mine, theirs = warp(x[of], numbers[:, :6]), warp(x[other], numbers[:, 6:12])
+                by = 0.5 + self.strength * (numbers - 0.5)
+                mine, theirs = warp(x[of], by[:, :6]), warp(x[other], by[:, 6:12])
                 part = share.to(x)[:, None, None, None]
                 keep = copied[:, None, None, None].to(x.device)
                 changed[name] = torch.where(keep, (1 - part) * mine + part * theirs, x[of])

@@ -1,8 +1,9 @@
-"""BiCo from two places: maps fitted on the base models and on both models halfway, with gradients of one length.
+"""BiCo from two places: maps fitted on the base models and on both models halfway, over whitened gradients.
 
-What it adds to the paper, each measured alone and together (docs/results.md): gradient rows of one length, a second
-capture where both models have gone half of the way, and a scale for each role of layer. Nothing is trained: the numbers
-that are chosen are one scale for each role.
+What it adds to the paper, each measured alone and together (docs/results.md): gradient rows of one length, whitened;
+changed copies of images, which the tuned source labels; a second capture where both models have gone half of the way; a
+scale for each role of layer. A patch embedding stays as it is. Nothing is trained: the numbers that are chosen are one
+scale for each role.
 """
 
 from __future__ import annotations
@@ -11,29 +12,29 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
-import torch
-from torch import Tensor
-
 from taskferry.alignment import Alignment
-from taskferry.calibration.batch import Batch
-from taskferry.capture import Side, Signals, Statistics, collect_into, device_of, frozen
+from taskferry.calibration.batch import Batch, Calibration
+from taskferry.calibration.views import Views
+from taskferry.capture import Side, Signals, Statistics, collect_into
+from taskferry.coverage import Coverage
 from taskferry.files import hash_tensor
-from taskferry.finding import find_sites
-from taskferry.fitting import fit
+from taskferry.fitting import both_objectives, fit
 from taskferry.methods import Job, method
 from taskferry.methods.bico import MapRank, Tolerance
+from taskferry.objectives import Classifier, teacher_labels
 from taskferry.pairing import Pair
 from taskferry.procrustes import DEFAULT_TOLERANCE
+from taskferry.rolescales import STEPS, scaled_by_role
 from taskferry.scale import moved_by, scale_on_calibration
 from taskferry.statistics import CrossCovariance
-from taskferry.taskvector import LowRank, TaskVector, as_dense, scale_delta
+from taskferry.taskvector import LowRank, TaskVector
+from taskferry.whitening import Even, Whitened
 
-WORK = {"captures": 3, "rounds": 2, "looks": 80}  # for a plan: two searches for a scale, twenty steps of one for roles
+COPIES = 3
+PATCH = "a patch embedding: the target is better off with its own on the benchmarks (patches=true moves it)"
 Halfway = tuple[TaskVector, TaskVector]  # what is added to the source and to the target at the second capture
-STEPS, RATE, HOLD = 20, 0.1, 0.01  # of the search for scales: steps of Adam, its rate, how strongly near one scale
 
 
 @method
@@ -41,39 +42,114 @@ def twofold(
     job: Job,
     *,
     way: Annotated[float, "how far both models have gone at the second capture; 0 takes none"] = 0.5,
+    whiten: Annotated[bool, "whiten the gradients, so that every direction counts alike"] = True,
+    copies: Annotated[int, "changed copies of each image, which the tuned source labels"] = COPIES,
     scales: Annotated[Literal["role", "one"], "a scale for each role of layer (q, k, v, …), or one for all"] = "role",
+    patches: Annotated[bool, "move a patch embedding too"] = False,
     map_rank: MapRank = "range",
     tolerance: Tolerance = DEFAULT_TOLERANCE,
     tokens_per_width: Annotated[float | None, "tokens kept for each map, as a multiple of its width"] = None,
-    statistics_memory: Annotated[float, "GiB of cross-covariances at once"] = 4.0,
+    statistics_memory: Annotated[float, "GiB of sums at once"] = 4.0,
 ) -> TaskVector:
-    """BiCo with gradients of one length, a second capture halfway, and a scale for each role of layer."""
-    chosen = {"map_rank": map_rank, "tolerance": tolerance, "tokens_per_width": tokens_per_width}
-    return fit_twofold(job, way=way, scales=scales, statistics_memory=statistics_memory, **chosen)[1]
+    """BiCo with whitened gradients, copies of images, a second capture halfway, and a scale for each role of layer."""
+    return fit_twofold(
+        job,
+        way=way,
+        whiten=whiten,
+        copies=copies,
+        scales=scales,
+        patches=patches,
+        statistics_memory=statistics_memory,
+        map_rank=map_rank,
+        tolerance=tolerance,
+        tokens_per_width=tokens_per_width,
+    )[1]
 
 
 def fit_twofold(
-    job: Job, *, way: float, scales: str, statistics_memory: float, **maps: Any
+    job: Job,
+    *,
+    way: float,
+    whiten: bool,
+    copies: int,
+    scales: str,
+    patches: bool,
+    statistics_memory: float,
+    **maps: Any,
 ) -> tuple[Alignment, TaskVector]:
     """The last alignment, and the task vector that it moved with its scales; `maps` are options of `fit`."""
+    few = job.calibration.samples
+    job = with_copies(job, copies)
     loss, batches = job.target_loss(), job.calibration.side(1)
-    maps["statistics_memory"] = int(statistics_memory * 2**30)
-    alignment = _align(job, maps, None)
-    moved = alignment.apply(job.tau)
-    scale = scale_on_calibration(job.target, moved, loss, batches).best
-    if way and scale:
-        alignment = _align(job, maps, (way * job.tau, way * scale * moved))
+    # Whitening keeps d_A² + d_B² numbers beside the d_A · d_B of an output.
+    maps["statistics_memory"] = int(statistics_memory * 2**30 / (2 if whiten else 1))
+    capture = Captures(whiten)
+
+    def moved_and_scale(halfway: Halfway | None) -> tuple[Alignment, TaskVector, float]:
+        alignment = _align(job, maps, capture, halfway)
         moved = alignment.apply(job.tau)
-        scale = scale_on_calibration(job.target, moved, loss, batches).best
+        moved = moved if patches else without_patches(moved, alignment)
+        return alignment, moved, scale_on_calibration(job.target, moved, loss, batches).best
+
+    alignment, moved, scale = moved_and_scale(None)
+    if way and scale:
+        alignment, moved, scale = moved_and_scale((way * job.tau, way * scale * moved))
     if scales == "role" and scale:
-        moved = scaled_by_role(job, moved, scale)
+        moved = scaled_by_role(job.target, moved, loss, batches, scale, few, job.progress)
     return alignment, moved
 
 
-def _align(job: Job, maps: Mapping[str, Any], halfway: Halfway | None) -> Alignment:
+def work(job: Job, copies: int) -> dict[str, int]:
+    """For a plan, in passes over the samples: two captures, and two searches for a scale, see the copies as well."""
+    inputs = 1 if views_of(job, copies) is None else 1 + copies
+    return {"captures": 2 * inputs, "rounds": 2, "looks": 2 * 8 * inputs + 3 * STEPS}
+
+
+def views_of(job: Job, copies: int) -> tuple[Views, Classifier] | None:
+    """Copies of the job's images, and the head that says what they are.
+
+    Texts have none, and neither has a head that is made from the samples: it would be made from the copies as well.
+    """
+    heads = both_objectives(job.objective, job.source, job.target, job.calibration)
+    head = heads[0]
+    if not isinstance(head, Classifier) or any(getattr(each, "fitted", False) for each in heads):
+        return None
+    views = Views(job.calibration, copies, strength=0.5, blended=0.0)  # the tuned source still knows what they show
+    return (views, head) if views.copies else None
+
+
+def with_copies(job: Job, copies: int) -> Job:
+    """The job with changed copies of its images, each with the class that the tuned source gives it."""
+    found = views_of(job, copies)
+    if found is None:
+        return job
+    views, head = found
+    size = max(map(len, job.calibration.side(0)))
+    numbers = range(views.samples, len(views))
+    more = Calibration(views.pair(numbers[i : i + size]) for i in range(0, len(numbers), size))
+    with moved_by(job.source, job.tau) as at:
+        at(1.0)
+        labels = teacher_labels(job.source, more.side(0), head)
+    return replace(job, calibration=Calibration([*job.calibration, *more.with_labels(labels)]))
+
+
+def without_patches(moved: TaskVector, alignment: Alignment) -> TaskVector:
+    """All but the patch embedding, unless that is all there is."""
+    sites = [pair.target for pair in alignment.pairs if pair.target.role == "patch"]
+    left_out = {name for site in sites for name in (site.weight, site.bias)}
+    others = {name: delta for name, delta in moved.deltas.items() if name not in left_out}
+    if not others or moved.coverage is None:
+        return moved
+    rows = (replace(row, status="kept", reason=PATCH, sources=()) if row.status != "kept" and row.parameter in left_out
+            else row for row in moved.coverage)  # fmt: skip
+    return TaskVector(others, Coverage(tuple(rows), moved.coverage.unused))
+
+
+def _align(job: Job, maps: Mapping[str, Any], capture: Captures, halfway: Halfway | None) -> Alignment:
     """Maps of the base models' rows, and of those halfway where it is given."""
     place = "base" if halfway is None else "halfway"
     tell = job.progress
+    capture.halfway = halfway
     alignment = fit(
         job.source,
         job.target,
@@ -84,89 +160,66 @@ def _align(job: Job, maps: Mapping[str, Any], halfway: Halfway | None) -> Alignm
         factored=job.tau.low_rank,
         keep=None if job.keep is None else job.keep / place,
         progress=None if tell is None else lambda what, done, total: tell(f"{what}, {place}", done, total),
-        capture=partial(_capture, halfway),
-        capture_key=f"twofold {_hash(halfway)}",
+        capture=capture,
+        capture_key=f"twofold whiten={capture.whiten} {_hash(halfway)}",
     )
     return replace(alignment, provenance={**alignment.provenance, "method": "twofold"})
 
 
-def _capture(
-    halfway: Halfway | None,
-    source: Side,
-    target: Side,
-    group: Sequence[Pair],
-    share: Sequence[tuple[Batch, Batch]],
-    on_batch: Callable[[], None],
-    signals: Signals,
-    tokens_per_width: float | None,
-    **_: Any,  # of many processes: this method runs in one
-) -> EvenGradients:
-    statistics = EvenGradients()
-    see = partial(collect_into, statistics, source, target, group, share, signals=signals)
-    see(on_batch=on_batch, tokens_per_width=tokens_per_width)
-    if halfway is not None:
-        with ExitStack() as moves:
-            for side, tau in zip((source, target), halfway, strict=True):
-                moves.enter_context(moved_by(side.model, tau))(1.0)
-            see(tokens_per_width=tokens_per_width)
-    return statistics
+class Captures:
+    """Sums of a group at the base models, and with those halfway; the last base group is not captured again."""
 
+    def __init__(self, whiten: bool) -> None:
+        self.whiten = whiten
+        self.halfway: Halfway | None = None
+        self.seen: tuple[list[str], EvenGradients] | None = None  # one group's, to stay within the memory
 
-@dataclass
-class Even(CrossCovariance):
-    """Of rows of length one: a few tokens with large gradients must not speak for all."""
+    def __call__(
+        self,
+        source: Side,
+        target: Side,
+        group: Sequence[Pair],
+        share: Sequence[tuple[Batch, Batch]],
+        on_batch: Callable[[], None],
+        signals: Signals,
+        tokens_per_width: float | None,
+        **_: Any,  # of many processes: this method runs in one
+    ) -> Statistics:
+        """As `collect`."""
+        names = [pair.target.name for pair in group]
 
-    def add(self, X_A: Tensor, X_B: Tensor, keep: int | None = None) -> None:
-        """Add token rows."""
-        super().add(_unit(X_A), _unit(X_B), keep)
+        def see(sums: EvenGradients, told: Callable[[], None] | None) -> None:
+            collect_into(sums, source, target, group, share, told, signals, tokens_per_width)
+
+        known = self.seen is not None and self.seen[0] == names
+        sums = self.seen[1] if self.seen is not None and known else EvenGradients(whiten=self.whiten)
+        if not known:
+            see(sums, on_batch if self.halfway is None else None)
+        self.seen = (names, sums) if self.halfway is None else None
+        if self.halfway is not None:
+            with ExitStack() as moves:
+                for side, tau in zip((source, target), self.halfway, strict=True):
+                    moves.enter_context(moved_by(side.model, tau))(1.0)
+                see(sums, on_batch)
+        return sums.ready()
 
 
 @dataclass
 class EvenGradients(Statistics):
-    """Activations as they are, gradients of one length."""
+    """Activations as they are, gradients of one length, and whitened in the end."""
+
+    whiten: bool = True
 
     def start(self, inputs: bool, site: str, d_A: int, d_B: int) -> CrossCovariance:  # noqa: ARG002
-        """An empty cross-covariance of the side's kind."""
-        return CrossCovariance(d_A, d_B) if inputs else Even(d_A, d_B)
+        """An empty sum of the side's kind."""
+        if inputs:
+            return CrossCovariance(d_A, d_B)
+        return Whitened(d_A, d_B) if self.whiten else Even(d_A, d_B)
 
-
-def _unit(X: Tensor) -> Tensor:
-    """Rows of length one in float32 at least; a zero row stays zero."""
-    X = X.to(torch.promote_types(X.dtype, torch.float32))
-    norms = torch.linalg.vector_norm(X, dim=1, keepdim=True)
-    return torch.where(norms > 0, X / norms.clamp_min(torch.finfo(X.dtype).tiny), X)
-
-
-def scaled_by_role(job: Job, tau: TaskVector, start: float) -> TaskVector:
-    """τ with a scale for each role of layer: the calibration loss goes down along them, held near the one scale."""
-    roles = {name: site.role for site in find_sites(job.target) for name in (site.weight, site.bias) if name}
-    order = sorted({roles[name] for name in tau.deltas})
-    loss, batches = job.target_loss(), job.calibration.side(1)
-    scale = torch.full((len(order),), start, requires_grad=True)
-    optimiser = torch.optim.Adam([scale], lr=RATE)
-    samples, device = sum(len(batch) for batch in batches), device_of(job.target)
-    best: tuple[float, list[float]] = (float("inf"), [start] * len(order))
-    moving = [(name, p.detach(), as_dense(tau.deltas[name]).to(p)) for name, p in job.target.named_parameters()
-              if name in tau.deltas]  # fmt: skip
-    with frozen(job.target), torch.enable_grad():
-        for step in range(STEPS):
-            optimiser.zero_grad()
-            total = 0.0
-            for batch in batches:
-                now = {name: base + scale[order.index(roles[name])].to(base) * d for name, base, d in moving}
-                with torch.nn.utils.stateless._reparametrize_module(job.target, now):
-                    value = loss(batch.to(device)) / samples
-                    value.backward()  # type: ignore[no-untyped-call]
-                total += float(value.detach())
-            if total < best[0]:
-                best = (total, scale.detach().tolist())
-            (HOLD * (scale - start).square().sum()).backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-            if job.progress is not None:
-                job.progress("scales", step + 1, STEPS)
-    chosen = dict(zip(order, best[1], strict=True))
-    deltas = {name: scale_delta(delta, chosen[roles[name]]) for name, delta in tau.deltas.items()}
-    return TaskVector(deltas, tau.coverage)
+    def ready(self) -> Statistics:
+        """To be solved; these sums stay as they are."""
+        outputs = {key: sums.whitened() if isinstance(sums, Whitened) else sums for key, sums in self.outputs.items()}
+        return Statistics(dict(self.inputs), outputs, self.reads)
 
 
 def _hash(halfway: Halfway | None) -> str:

@@ -1,0 +1,91 @@
+"""Sums of rows that can be whitened: every direction then counts alike, however much of the signal flows along it.
+
+    >>> sums = Whitened(d_A, d_B)
+    >>> sums.add(G_A, G_B)                            # rows are brought to length one first
+    >>> R, quality = sums.whitened().solve()          # the isometry of G_A (A + ε)^-½ and G_B (B + ε)^-½
+
+With A = Σ g_Aᵀ g_A and B = Σ g_Bᵀ g_B. Orthogonal Procrustes listens to the few directions that carry most of the
+gradient; what fine-tuning writes is spread over many more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from taskferry.statistics import CrossCovariance
+
+SHRINK = 0.01  # ε, as a share of the mean variance of a direction: what lies below it is taken for noise
+
+
+@dataclass
+class Even(CrossCovariance):
+    """Of rows of length one: a few tokens with large gradients must not speak for all."""
+
+    def add(self, X_A: Tensor, X_B: Tensor, keep: int | None = None) -> None:
+        """Add token rows."""
+        super().add(unit(X_A), unit(X_B), keep)
+
+
+@dataclass
+class Whitened(Even):
+    """With the second moments of either side, which whitening needs.
+
+    Memory: d_A · d_B + d_A² + d_B² numbers.
+    """
+
+    A: Tensor | None = None  # [d_A, d_A]
+    B: Tensor | None = None  # [d_B, d_B]
+
+    def whitened(self) -> CrossCovariance:
+        """The plain sums of the whitened rows; numbers that are not finite stay, for the solver to refuse."""
+        plain = CrossCovariance(self.d_A, self.d_B)
+        if self.C is None and self._pending:
+            X_A, X_B = (torch.cat(rows) for rows in zip(*self._pending, strict=True))
+            finite = bool(torch.isfinite(X_A).all() and torch.isfinite(X_B).all())
+            plain.add(*((whiten_rows(X_A), whiten_rows(X_B)) if finite else (X_A, X_B)))
+        elif self.C is not None and self.A is not None and self.B is not None:
+            plain.rows, plain.C = self.rows, self.C
+            if all(bool(torch.isfinite(S).all()) for S in (self.A, self.B)):
+                (W_A, plain.energy_A), (W_B, plain.energy_B) = inverse_root(self.A), inverse_root(self.B)
+                plain.C = (W_A @ self.C.double() @ W_B).to(self.C.dtype)
+        return plain
+
+    def merge(self, other: CrossCovariance) -> None:
+        """Add another part's sums to this one."""
+        super().merge(other)
+        if isinstance(other, Whitened) and other.A is not None and other.B is not None:
+            self.A = other.A.clone() if self.A is None else self.A + other.A
+            self.B = other.B.clone() if self.B is None else self.B + other.B
+
+    def _sum_pending(self) -> None:
+        for X_A, X_B in self._pending:
+            self.A = X_A.T @ X_A if self.A is None else self.A.addmm_(X_A.T, X_A)
+            self.B = X_B.T @ X_B if self.B is None else self.B.addmm_(X_B.T, X_B)
+        super()._sum_pending()
+
+
+def unit(X: Tensor) -> Tensor:
+    """Rows of length one in float32 at least; a zero row stays zero."""
+    X = X.to(torch.promote_types(X.dtype, torch.float32))
+    norms = torch.linalg.vector_norm(X, dim=1, keepdim=True)
+    return torch.where(norms > 0, X / norms.clamp_min(torch.finfo(X.dtype).tiny), X)
+
+
+def inverse_root(S: Tensor) -> tuple[Tensor, float]:
+    """(S + ε I)^-½ of a second moment S [d, d] in float64, and the energy of the rows that it whitens."""
+    e, V = torch.linalg.eigh(S.double())
+    e = e.clamp_min(0)
+    kept = e + SHRINK * e.mean().clamp_min(torch.finfo(e.dtype).tiny)
+    return (V * kept.rsqrt()) @ V.T, float((e / kept).sum())
+
+
+def whiten_rows(X: Tensor) -> Tensor:
+    """X (XᵀX + ε I)^-½ for fewer rows than columns, [M, d]: the d × d matrix is never formed."""
+    U, s, Vh = torch.linalg.svd(X.double(), full_matrices=False)
+    e = s.square()
+    kept = e + SHRINK * (e.sum() / X.shape[1]).clamp_min(torch.finfo(e.dtype).tiny)
+    whitened: Tensor = (U * (s * kept.rsqrt())) @ Vh
+    return whitened.to(X.dtype)
