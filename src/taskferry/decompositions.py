@@ -35,7 +35,7 @@ def by_svd(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     C = C.double()
     try:
         U, sigma, Vh = torch.linalg.svd(C, full_matrices=False)
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         # LAPACK's divide and conquer may fail on many equal singular values, as near-isometries have them.
         return by_eigh(C)
     return U, sigma, Vh.mT
