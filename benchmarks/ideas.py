@@ -12,31 +12,25 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import common
 import torch
 import torch.nn.functional as F
-from other_maps import Solve, above_noise, centred, even, halfway, isometry, ridge
+from other_maps import above_noise, centred, even, halfway, isometry, ridge, whitened
 from torch import Tensor
-from zoo_bench import open_zoo, score
+from zoo_bench import open_zoo
+from zoo_trial import Rows, Trial
 
-from taskferry import Alignment, TaskVector
-from taskferry.alignment import AlignedPair
+from taskferry import TaskVector
 from taskferry.analysis.moments import Moments
-from taskferry.bench.recipe import Cell
-from taskferry.bench.running import Bench
-from taskferry.calibration.batch import Batch
-from taskferry.capture import Paired, Side, collect_into, frozen
+from taskferry.capture import frozen
 from taskferry.finding import find_sites
-from taskferry.pairing import DepthRule, Pair, nearest_block, pair_sites
+from taskferry.methods import Job, run
+from taskferry.pairing import DepthRule, nearest_block
 from taskferry.procrustes import Map, procrustes
-from taskferry.scale import moved_by, scale_on_calibration
 from taskferry.sites import Site, depths
 from taskferry.taskvector import as_dense
 
@@ -45,110 +39,6 @@ PAIRS = (("narrow", "wide"), ("wide", "narrow"), ("twin", "deep"), ("deep", "nar
 Moved = Iterator[tuple[str, TaskVector, float | None]]  # name, what is added, scale (None: automatic)
 AUTO = None
 BESIDE = "BiCo, automatic scale"
-
-
-@dataclass
-class Rows:
-    """All rows of both models, for maps of any kind: the zoo is small."""
-
-    A: list[Tensor] = field(default_factory=list)
-    B: list[Tensor] = field(default_factory=list)
-
-    def add(self, X_A: Tensor, X_B: Tensor, keep: int | None = None) -> None:  # noqa: ARG002
-        self.A.append(X_A.detach().clone())
-        self.B.append(X_B.detach().clone())
-
-    def both(self) -> tuple[Tensor, Tensor]:
-        return torch.cat(self.A), torch.cat(self.B)
-
-    def plus(self, other: Rows) -> Rows:
-        return Rows(self.A + other.A, self.B + other.B)
-
-
-@dataclass
-class AllRows(Paired[Rows]):
-    """Of every site."""
-
-    def start(self, inputs: bool, site: str, d_A: int, d_B: int) -> Rows:  # noqa: ARG002
-        return Rows()
-
-    def plus(self, other: AllRows) -> AllRows:
-        both = [
-            {k: a[k].plus(b[k]) for k in a} for a, b in ((self.inputs, other.inputs), (self.outputs, other.outputs))
-        ]
-        return AllRows(*both, self.reads)
-
-
-class Trial:
-    """One pair, task and draw."""
-
-    def __init__(self, bench: Bench, source: str, target: str, task: str, seed: int, count: int = 100) -> None:
-        self.bench, self.names, self.task, self.seed = bench, (source, target), task, seed
-        self.A, self.B = bench.model(source).model, bench.model(target).model
-        self.prepared = bench.prepare(Cell(source, target, task, "random", count, False, seed, ()))
-        self.calibration, self.heads = self.prepared.calibration, self.prepared.objectives
-        self.tau, self.oracle = bench.tuned(source, task), bench.tuned(target, task)
-        self.test = bench.task(task).test_batches(target, bench.model(target))
-        self.logits = [head.logits(model, ()) for head, model in zip(self.heads, (self.A, self.B), strict=True)]
-        true = [label for batch in self.calibration.side(1) for label in batch.labels.tolist()]
-        self.true = F.one_hot(torch.tensor(true), bench.task(task).classes).float()
-
-    @cached_property
-    def soft(self) -> Tensor:
-        """What the tuned source says of every sample."""
-        with moved_by(self.A, self.tau) as at, torch.no_grad(), frozen(self.A):
-            at(1.0)
-            return torch.cat([self.logits[0](batch) for batch in self.calibration.side(0)]).softmax(-1)
-
-    @cached_property
-    def hard(self) -> Tensor:
-        return F.one_hot(self.soft.argmax(-1), self.soft.shape[1]).float()
-
-    def loss(self, side: int, labels: Tensor) -> Callable[[Batch], Tensor]:
-        return lambda batch: F.cross_entropy(self.logits[side](batch), labels[list(batch.ids)], reduction="sum")
-
-    def pairs(self, rule: DepthRule = nearest_block) -> list[Pair]:
-        found = pair_sites(find_sites(self.A), find_sites(self.B), rule)[0]
-        return [pair for pair in found if pair.target.stack != "text"]
-
-    def rows(
-        self, labels: Tensor, rule: DepthRule = nearest_block, at: tuple[TaskVector, TaskVector] | None = None
-    ) -> AllRows:
-        """Of the base models, or of both where they have moved a part of the way."""
-        kept = AllRows()
-        with ExitStack() as moves:
-            for model, tau in zip((self.A, self.B), at or (), strict=False):
-                moves.enter_context(moved_by(model, tau))(1.0)
-            sides = (Side(self.A, self.loss(0, labels)), Side(self.B, self.loss(1, labels)))
-            collect_into(kept, *sides, self.pairs(rule), self.calibration)
-        return kept
-
-    def alignment(self, rows: AllRows, R_in: Mapping[str, Map], R_out: Mapping[str, Map], rule: DepthRule) -> Alignment:
-        pairs = [AlignedPair(p.source, p.target, rows.reads[p.target.name][0])
-                 for p in self.pairs(rule) if p.target.name in rows.reads]  # fmt: skip
-        shapes = [{n: tuple(p.shape) for n, p in model.named_parameters()} for model in (self.A, self.B)]
-        return Alignment(tuple(pairs), R_in, R_out, {}, {}, *shapes, {}, {})
-
-    def move(
-        self, rows: AllRows, inputs: Solve | None = None, outputs: Solve | None = None, rule: DepthRule = nearest_block
-    ) -> TaskVector:
-        R_in = {name: Map(R=(inputs or isometry)(*kept.both())) for name, kept in rows.inputs.items()}
-        R_out = {name: Map(R=(outputs or isometry)(*kept.both())) for name, kept in rows.outputs.items()}
-        return self.alignment(rows, R_in, R_out, rule).apply(self.tau)
-
-    @cached_property
-    def base(self) -> AllRows:
-        return self.rows(self.true)
-
-    @cached_property
-    def bico(self) -> TaskVector:
-        return self.move(self.base)
-
-    def automatic(self, tau: TaskVector, labels: Tensor) -> float:
-        return scale_on_calibration(self.B, tau, self.loss(1, labels), self.calibration.side(1)).best
-
-    def accuracy(self, tau: TaskVector, scale: float) -> float:
-        return score(self.B, self.test, self.heads[1], tau, scale)
 
 
 def plain(trial: Trial) -> Moved:
@@ -333,6 +223,38 @@ def _together(trial: Trial, given: Tensor, name: str) -> Moved:
     yield f"{name}: and both", scaled(trial, moved, given, by_role(trial), scale), 1.0
 
 
+def whitening(trial: Trial) -> Moved:
+    """Which side gains by it; random labels beside the teacher's show more directions of gradients."""
+    given = trial.hard
+    rows = trial.rows(given)
+    others = torch.randint(0, given.shape[1], (len(given),), generator=torch.Generator().manual_seed(trial.seed))
+    more = rows.plus(trial.rows(F.one_hot(others, given.shape[1]).float()))
+    for name, inputs, outputs, seen in (
+        ("even outputs", isometry, even, rows),
+        ("whitened outputs", isometry, whitened, rows),
+        ("whitened inputs and outputs", whitened, whitened, rows),
+        ("whitened outputs, with random labels", isometry, whitened, more),
+    ):
+        moved = trial.move(seen, inputs=inputs, outputs=outputs)
+        yield f"teacher, {name}", moved, trial.automatic(moved, given)
+
+
+def parts(trial: Trial) -> Moved:
+    """The default method as it is, and with one of its parts left out."""
+    calibration = trial.calibration.with_labels(trial.hard.argmax(-1))
+    job = Job(trial.A, trial.B, trial.tau, calibration, trial.heads)
+    for name, changed in (
+        ("twofold, teacher", {}),
+        ("twofold, teacher, not whitened", {"whiten": False}),
+        ("twofold, teacher, no copies", {"copies": 0}),
+        ("twofold, teacher, one capture", {"way": 0.0}),
+        ("twofold, teacher, one scale", {"scales": "one"}),
+        ("twofold, teacher, patch embedding moved", {"patches": True}),
+    ):
+        moved = run("twofold", job, **changed)
+        yield name, moved, trial.automatic(moved, trial.hard)
+
+
 def passes(trial: Trial) -> Moved:
     """What the second pass needs, and whether a third one adds to it."""
     given = trial.hard
@@ -351,7 +273,10 @@ def passes(trial: Trial) -> Moved:
                 yield f"teacher, even outputs, {word}, {count} passes, a scale for each role", both, 1.0
 
 
-IDEAS = {f.__name__: f for f in (plain, labels, scales, maps, stream, second, depth, samples, together, passes)}
+IDEAS = {
+    f.__name__: f
+    for f in (plain, labels, scales, maps, stream, second, depth, samples, together, passes, whitening, parts)
+}
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from taskferry.procrustes import procrustes
+from taskferry.whitening import Whitened
 
 Solve = Callable[[Tensor, Tensor], Tensor]
 
@@ -27,6 +28,13 @@ def centred(X_A: Tensor, X_B: Tensor) -> Tensor:
 def even(X_A: Tensor, X_B: Tensor) -> Tensor:
     """Every token counts alike, however large its gradient."""
     return isometry(F.normalize(X_A, dim=1), F.normalize(X_B, dim=1))
+
+
+def whitened(X_A: Tensor, X_B: Tensor) -> Tensor:
+    """Every direction counts alike, and every token."""
+    sums = Whitened(X_A.shape[1], X_B.shape[1])
+    sums.add(X_A, X_B)
+    return sums.whitened().solve()[0].dense()
 
 
 def halfway(X_A: Tensor, X_B: Tensor) -> Tensor:
