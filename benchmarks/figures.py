@@ -97,7 +97,7 @@ class Zoo:
         before = {name: p.detach().clone() for name, p in student.named_parameters()}
         trajectory = Trajectory(student, pool.batches(choose(len(pool), 100), 50))
         every = max(1, protocol.steps // LOOKS)
-        finetune(student, pool, bench._head(loaded, task), protocol, progress=trajectory.follow(student, every))
+        finetune(student, pool, bench.head(loaded, task), protocol, progress=trajectory.follow(student, every))
         with torch.no_grad():
             for name, parameter in student.named_parameters():
                 parameter.copy_(before[name])

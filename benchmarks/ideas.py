@@ -255,6 +255,40 @@ def parts(trial: Trial) -> Moved:
         yield name, moved, trial.automatic(moved, trial.hard)
 
 
+def ideal(trial: Trial) -> Moved:
+    """What the form R_outᵀ τ R_in could carry: maps that look at the oracle's own change. No method; a limit."""
+    rows = trial.rows(trial.hard)
+    found: dict[str, dict[str, Tensor]] = {"both maps": {}, "output maps": {}, "input maps": {}}
+    for pair in trial.pairs():
+        source, target = pair.source, pair.target
+        if target.name not in rows.outputs or target.role == "patch" or source.weight not in trial.tau.deltas:
+            continue
+        change = as_dense(trial.oracle.deltas[target.weight])
+        tau_A, tau_B = source.read(as_dense(trial.tau.deltas[source.weight])), target.read(change)
+        ours_in = tau_A @ isometry(*rows.inputs[rows.reads[target.name][0]].both())
+        ours_out = whitened(*rows.outputs[target.name].both()).T @ tau_A
+        U_B, _, V_B = torch.linalg.svd(tau_B, full_matrices=False)
+        sigma = torch.linalg.svdvals(tau_A)[: U_B.shape[1]]
+        moved = (
+            (U_B[:, : len(sigma)] * sigma) @ V_B[: len(sigma)],
+            procrustes(ours_in @ tau_B.T)[0].dense().T @ ours_in,
+            ours_out @ procrustes(ours_out.T @ tau_B)[0].dense(),
+        )
+        for deltas, value in zip(found.values(), moved, strict=True):
+            target.read(deltas.setdefault(target.weight, torch.zeros_like(change))).copy_(value)
+    for name, deltas in found.items():
+        yield f"a limit: {name} from the oracle's own change", TaskVector(deltas), AUTO
+
+
+def counts(trial: Trial) -> Moved:
+    """How much more samples would give, without copies."""
+    for count in (25, 100, 400, 1600):
+        more = Trial(trial.bench, *trial.names, trial.task, trial.seed, count)
+        job = Job(more.A, more.B, more.tau, more.calibration.with_labels(more.hard.argmax(-1)), more.heads)
+        moved = run("twofold", job, copies=0)
+        yield f"twofold, teacher, no copies, {count} samples", moved, more.automatic(moved, more.hard)
+
+
 def passes(trial: Trial) -> Moved:
     """What the second pass needs, and whether a third one adds to it."""
     given = trial.hard
@@ -273,10 +307,23 @@ def passes(trial: Trial) -> Moved:
                 yield f"teacher, even outputs, {word}, {count} passes, a scale for each role", both, 1.0
 
 
-IDEAS = {
-    f.__name__: f
-    for f in (plain, labels, scales, maps, stream, second, depth, samples, together, passes, whitening, parts)
-}
+GROUPS = (
+    plain,
+    labels,
+    scales,
+    maps,
+    stream,
+    second,
+    depth,
+    samples,
+    together,
+    passes,
+    whitening,
+    parts,
+    ideal,
+    counts,
+)
+IDEAS = {group.__name__: group for group in GROUPS}
 
 
 def main() -> None:

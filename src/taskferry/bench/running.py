@@ -117,7 +117,7 @@ class Bench:
             student: nn.Module = copy.deepcopy(loaded.model)
             objective: Classifier = NewHead(data.classes)
             if self.recipe.kind == "zero-shot":
-                objective = self._head(loaded, task)
+                objective = self.head(loaded, task)
             finetune(
                 student,
                 data.pool(loaded),
@@ -190,9 +190,9 @@ class Bench:
         with moved_by(loaded.model, tau) as set_scale:
             set_scale(scale)
             test = self.task(task).test_batches(name, loaded)
-            return round(evaluate(loaded.model, test, self._head(loaded, task), prepared.shots(side)).value, 3)
+            return round(evaluate(loaded.model, test, self.head(loaded, task), prepared.shots(side)).value, 3)
 
-    def _head(self, loaded: Loaded, task: str) -> Classifier:
+    def head(self, loaded: Loaded, task: str) -> Classifier:
         """What scores: the zero-shot head, or a head fitted on the calibration samples."""
         if self.recipe.kind == "zero-shot":
             return zero_shot(loaded, self.task(task).train.classes, self.recipe.tasks[task].templates)
