@@ -161,3 +161,5 @@ def test_a_decomposition_that_does_not_converge_has_another_way(monkeypatch: pyt
     monkeypatch.setattr(torch.linalg, "svd", fails)
     found = procrustes(C)[0].dense(), procrustes_from_rows(X_A, X_B)[0].dense()
     assert all(relative(a, b) < 1e-9 for a, b in zip(found, expected, strict=True))
+    with pytest.raises(ValueError, match="'range'"):
+        procrustes(C, rank="full")  # eigenvectors alone would leave holes where it must be an isometry

@@ -96,6 +96,28 @@ def test_a_rotation_is_found_behind_different_gains() -> None:
     assert errors[1] < 0.1
 
 
+def test_directions_that_no_row_has_stay_out_in_float32() -> None:
+    """Rows of rank 150 in 192 and 256 dimensions: the map has rank 150, and maps nothing outside of it."""
+    latent = rows(4000, 150, 0)
+    X_A, X_B = ((latent @ rotation(192, 1)[:150]).float(), (latent @ rotation(256, 2)[:150]).float())
+    sums = Whitened(192, 256)
+    sums.add(X_A, X_B)
+    assert sums.C is not None
+    R, quality = sums.whitened().solve()
+    assert quality.rank == 150
+    assert relative(R.dense().double(), rotation(192, 1)[:150].T @ rotation(256, 2)[:150]) < 1e-3
+
+
+def test_rows_of_rounding_are_rows_of_zeros() -> None:
+    X = rows(20, 6, 0).float()
+    X[3] *= 1e-9
+    assert not unit(X)[3].any()
+    assert torch.allclose(unit(X)[:3].norm(dim=1), torch.ones(3))
+    X[4, 0] = float("inf")
+    assert not torch.isfinite(unit(X)[4]).all()  # for the solver to refuse
+    assert unit(X[:0]).shape == (0, 6)
+
+
 def test_parts_merge_to_the_whole() -> None:
     X_A, X_B = rows(200, 6, 0), rows(200, 8, 1)
     whole, first, second = Whitened(6, 8), Whitened(6, 8), Whitened(6, 8)

@@ -30,13 +30,17 @@ def choose_solver(C: Tensor, full: bool) -> Solver:
     return "products" if C.device.type == "cuda" else "eigh"
 
 
-def by_svd(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U, σ, V by the SVD in float64."""
+def by_svd(C: Tensor, full: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """U, σ, V by the SVD in float64; `full` asks for orthonormal columns where σ = 0 as well."""
     C = C.double()
     try:
         U, sigma, Vh = torch.linalg.svd(C, full_matrices=False)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         # LAPACK's divide and conquer may fail on many equal singular values, as near-isometries have them.
+        if full:
+            raise ValueError(
+                "the SVD does not converge: take the rank policy 'range', which has another way"
+            ) from error
         return by_eigh(C)
     return U, sigma, Vh.mT
 

@@ -54,6 +54,7 @@ def fit(
     keep: Path | None = None,
     capture: Capture = collect,
     capture_key: str = "",
+    sums: Callable[[Pair], int] | None = None,
 ) -> Alignment:
     """All maps from one frozen forward and backward pass of both models on the calibration set.
 
@@ -67,7 +68,7 @@ def fit(
     `ranks` splits the work over processes; the first one gets the maps, the others an alignment without any.
     `keep` is a folder for finished groups of sites: a fit that was killed goes on after the last of them.
     `capture` gathers a group's statistics as `collect` does; anything but the default is another method, and
-    `capture_key` says what it rests on beside the models and samples.
+    `capture_key` says what it rests on beside the models and samples, `sums` how many numbers it keeps for a pair.
     `progress=True` shows bars; a function is called with what is done, the steps done and the steps in all.
     """
     if signals.backward or callable(objective):  # a function of the user's own knows how to run the models
@@ -91,7 +92,7 @@ def fit(
     options = MapOptions(map_rank, tolerance, factored, tokens_per_width)
     solved = Solved()
     widest = max((p.element_size() for model in (source, target) for p in model.parameters()), default=4)
-    groups = list(_groups(pairs, statistics_memory, max(4, widest)))
+    groups = list(_groups(pairs, statistics_memory // max(4, widest), sums or numbers_of))
     share, company = ranks.share(calibration), ranks.company(calibration)
     # Each rank keeps its part of the tokens that stand for all.
     kept_tokens = None if tokens_per_width is None else tokens_per_width * len(share) / len(calibration)
@@ -202,14 +203,14 @@ def _on_device(calibration: Calibration, which: int, model: nn.Module) -> list[B
     return [batch.to(device) for batch in calibration.side(which)]
 
 
-def _groups(pairs: list[Pair], memory: int, number: int) -> Iterator[list[Pair]]:
-    """Pairs whose cross-covariances fit the memory together; a block is never split, it shares inputs."""
+def _groups(pairs: list[Pair], most: int, numbers: Callable[[Pair], int]) -> Iterator[list[Pair]]:
+    """Pairs whose sums have at most so many numbers together; a block is never split, it shares inputs."""
     group: list[Pair] = []
     used = 0
     for _, block in groupby(pairs, key=lambda pair: (pair.target.stack, pair.target.block)):
         members = list(block)
-        size = sum(number * (a.shape[0] * b.shape[0] + a.shape[1] * b.shape[1]) for a, b in map(_sites, members))
-        if group and used + size > memory:
+        size = sum(map(numbers, members))
+        if group and used + size > most:
             yield group
             group, used = [], 0
         group.extend(members)
@@ -217,8 +218,10 @@ def _groups(pairs: list[Pair], memory: int, number: int) -> Iterator[list[Pair]]
     yield group
 
 
-def _sites(pair: Pair) -> tuple[Site, Site]:
-    return pair.source, pair.target
+def numbers_of(pair: Pair) -> int:
+    """Of the cross-covariances of a pair: d_A · d_B for its inputs and for its outputs."""
+    (out_A, in_A), (out_B, in_B) = pair.source.shape, pair.target.shape
+    return out_A * out_B + in_A * in_B
 
 
 def parameter_reasons(model: nn.Module, sites: list[Site], reasons: dict[str, str]) -> dict[str, str]:

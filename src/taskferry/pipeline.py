@@ -68,7 +68,7 @@ def transfer(
     prepared = prepare(settings, source, target, settings.source_tuned)
     if dry_run or reporter.wants_plan:
         job = Job(source.model, target.model, tuned.tau, prepared.calibration, prepared.objectives)
-        own_work = twofold.work(job, own["copies"]) if settings.method == "twofold" else {}
+        own_work = twofold.work(job, **own) if settings.method == "twofold" else {}
         looks = (LOOKS if settings.scale == "auto" else 2) + own_work.get("looks", 0)
         plan = _plan(settings, source, target, prepared, tuned, **{**own_work, "looks": looks})
         reporter.plan(plan, _plan_lines(settings, tuned, prepared, kind))

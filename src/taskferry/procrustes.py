@@ -143,7 +143,7 @@ def procrustes_batch(
             raise ValueError("matrix products cannot see the null space: rank policy 'full' needs the svd solver")
         R, largest = polar(C, tolerance=tolerance)
         return [_from_products(*each) for each in zip(C, R, largest.tolist(), strict=True)]
-    parts = by_svd(C) if solver == "svd" else by_eigh(C)
+    parts = by_svd(C, full) if solver == "svd" else by_eigh(C)
     return [
         _partial_isometry(U, sigma, V, rank=rank, tolerance=tolerance, dtype=C.dtype, factored=factored)
         for U, sigma, V in zip(*parts, strict=True)

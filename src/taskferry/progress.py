@@ -22,6 +22,11 @@ Tell = Callable[..., None]  # (done, total), and the loss where there is one
 STEPS = {
     "capture": "forward and backward",
     "solve": "maps",
+    "capture, base": "forward and backward",
+    "solve, base": "maps",
+    "capture, halfway": "forward and backward, halfway",
+    "solve, halfway": "maps, halfway",
+    "scales": "scale of each role",
     "scale": "scale",
     "check": "checking the output",
     "walk": "forward",

@@ -1,6 +1,6 @@
 """A scale for each role of layer (q, k, v, …) by the calibration loss: a handful of numbers, no weight is trained.
 
->>> tau = scaled_by_role(model, tau, loss, batches, start=1.0)
+>>> tau, scales = scaled_by_role(model, tau, loss, batches, start=1.0)
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ def scaled_by_role(
     start: float,
     samples_a_step: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-) -> TaskVector:
-    """τ with a scale for each role: the loss goes down along them, held near `start`, the best scale for all.
+) -> tuple[TaskVector, dict[str, float]]:
+    """τ with a scale for each role, and the scales: the loss goes down along them, held near `start`, the best for all.
 
     Each step sees at least `samples_a_step` samples (all, unless told), one part of the batches after the other.
-    Where that is no better than `start` for all, it is `start` for all.
+    Where that is no better than `start` for all, it is `start` for all. Parts of a packed matrix share a scale.
+
+    Memory: what moves as dense matrices, twice.
     """
     roles = {name: site.role for site in find_sites(model) for name in (site.weight, site.bias) if name}
     order = sorted({roles[name] for name in tau.deltas})
@@ -49,25 +51,24 @@ def scaled_by_role(
             samples = sum(map(len, part))
             for batch in part:
                 now = {name: base + scale[order.index(roles[name])].to(base) * d for name, base, d in moving}
-                with torch.nn.utils.stateless._reparametrize_module(model, now):
+                with torch.nn.utils.stateless._reparametrize_module(model, now, tie_weights=True):
                     (loss(batch.to(device)) / samples).backward()  # type: ignore[no-untyped-call]
             (HOLD * (scale - start).square().sum()).backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             latest = [*latest, scale.detach().clone()][-len(parts) :]  # each part has its say
             if progress is not None:
                 progress("scales", step + 1, STEPS)
-    del moving
+    del moving, now
     chosen = dict(zip(order, torch.stack(latest).mean(0).tolist(), strict=True))
-    by_role, for_all = (
-        TaskVector({name: scale_delta(d, factor[roles[name]]) for name, d in tau.deltas.items()}, tau.coverage)
-        for factor in (chosen, dict.fromkeys(order, start))
-    )
-    return min(by_role, for_all, key=lambda each: _loss_with(model, each, loss, batches))
+    by_role = TaskVector({n: scale_delta(d, chosen[roles[n]]) for n, d in tau.deltas.items()}, tau.coverage)
+    if _loss_with(model, by_role, 1.0, loss, batches) < _loss_with(model, tau, start, loss, batches):
+        return by_role, chosen
+    return start * tau, dict.fromkeys(order, start)
 
 
-def _loss_with(model: nn.Module, tau: TaskVector, loss: Loss, batches: Sequence[Batch]) -> float:
+def _loss_with(model: nn.Module, tau: TaskVector, scale: float, loss: Loss, batches: Sequence[Batch]) -> float:
     with moved_by(model, tau) as at:
-        at(1.0)
+        at(scale)
         value = calibration_loss(model, loss, batches)
     return value if value == value else float("inf")
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from taskferry.decompositions import by_svd
 from taskferry.statistics import CrossCovariance
 
+ROUNDING = 1e-6  # of the largest variance: what float32 sums leave of a direction that is not there
 SHRINK = 0.01  # ε, as a share of the mean variance of a direction: what lies below it is taken for noise
 
 
@@ -68,24 +70,33 @@ class Whitened(Even):
 
 
 def unit(X: Tensor) -> Tensor:
-    """Rows of length one in float32 at least; a zero row stays zero."""
+    """Rows of length one in float32 at least; a row of zeros, or of nothing but rounding, becomes zero.
+
+    The gradient of the first token's query in a causal model is zero, and 1e-9 of the others in float32.
+    """
+    eps = torch.finfo(X.dtype).eps
     X = X.to(torch.promote_types(X.dtype, torch.float32))
     norms = torch.linalg.vector_norm(X, dim=1, keepdim=True)
-    return torch.where(norms > 0, X / norms.clamp_min(torch.finfo(X.dtype).tiny), X)
+    largest = torch.where(torch.isfinite(norms), norms, 0.0).amax() if len(norms) else norms.sum()
+    rounding = norms <= 16 * eps * largest  # what is not finite stays, for the solver to refuse
+    return torch.where(rounding, 0.0, X / norms.clamp_min(torch.finfo(X.dtype).tiny))
 
 
 def inverse_root(S: Tensor) -> tuple[Tensor, float]:
-    """(S + ε I)^-½ of a second moment S [d, d] in float64, and the energy of the rows that it whitens."""
+    """(S + ε I)^-½ of a second moment S [d, d] in float64, and the energy of the rows that it whitens.
+
+    Zero on directions that no row has: whitening would make a signal of their rounding.
+    """
     e, V = torch.linalg.eigh(S.double())
     e = e.clamp_min(0)
-    kept = e + SHRINK * e.mean().clamp_min(torch.finfo(e.dtype).tiny)
-    return (V * kept.rsqrt()) @ V.T, float((e / kept).sum())
+    root = torch.where(e > ROUNDING * e.max(), (e + SHRINK * e.mean()).rsqrt(), 0.0)
+    return (V * root) @ V.T, float((e * root.square()).sum())
 
 
 def whiten_rows(X: Tensor) -> Tensor:
     """X (XᵀX + ε I)^-½ for fewer rows than columns, [M, d]: the d × d matrix is never formed."""
-    U, s, Vh = torch.linalg.svd(X.double(), full_matrices=False)
+    U, s, V = by_svd(X)
     e = s.square()
-    kept = e + SHRINK * (e.sum() / X.shape[1]).clamp_min(torch.finfo(e.dtype).tiny)
-    whitened: Tensor = (U * (s * kept.rsqrt())) @ Vh
+    root = torch.where(e > ROUNDING**2 * e.max(), (e + SHRINK * e.sum() / X.shape[1]).rsqrt(), 0.0)
+    whitened: Tensor = (U * (s * root)) @ V.mT
     return whitened.to(X.dtype)

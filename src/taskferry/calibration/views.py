@@ -3,9 +3,9 @@
     >>> views = Views(calibration, copies=15)
     >>> A, B = views.pair([3, 141])              # the third sample as it is, and a copy of sample 41
 
-A copy is turned, stretched and shifted a little, its contrast changed, and half of the copies are blended with another
-sample. Labels do not survive that: what a copy is, only a model can say. Coordinates are relative to the image, so two
-models of different resolution see the same picture. Texts have no copies.
+A copy is turned, stretched and shifted a little, its contrast changed, and some (half, unless told) are blended with
+another sample. Labels do not survive that: what a copy is, only a model can say. Coordinates are relative to the image,
+so two models of different resolution see the same picture. Texts have no copies.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class Views:
         self.strength, self.blended = strength, blended
         self.sides = _whole(calibration.side(0)), _whole(calibration.side(1))
         self.samples, self.seed = calibration.samples, seed
-        self.images = all(x.ndim == 4 and x.is_floating_point() for side in self.sides for x in side.values())
-        self.copies = copies if self.images else 0
+        self.copies = copies if are_images(calibration) else 0
 
     def __len__(self) -> int:
         return self.samples * (1 + self.copies)
@@ -55,16 +54,29 @@ class Views:
             changed = {}
             for name, x in inputs.items():
                 by = 0.5 + self.strength * (numbers - 0.5)
-                mine, theirs = warp(x[of], by[:, :6]), warp(x[other], by[:, 6:12])
-                part = share.to(x)[:, None, None, None]
+                mine = warp(x[of], by[:, :6])
+                if self.blended:
+                    part = share.to(x)[:, None, None, None]
+                    mine = (1 - part) * mine + part * warp(x[other], by[:, 6:12])
                 keep = copied[:, None, None, None].to(x.device)
-                changed[name] = torch.where(keep, (1 - part) * mine + part * theirs, x[of])
+                changed[name] = torch.where(keep, mine, x[of])
             sides.append(changed)
         return Batch(sides[0], ids=tuple(indices)), Batch(sides[1], ids=tuple(indices))
 
     def _numbers(self, index: int) -> Tensor:
         """The same for the same input, whatever it is asked for with."""
         return torch.rand(14, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + index))
+
+
+def are_images(calibration: Calibration) -> bool:
+    """Whether all inputs of both models are images, of one size each."""
+    for which in (0, 1):
+        batches = [batch.inputs for batch in calibration.side(which)]
+        if not all(x.ndim == 4 and x.is_floating_point() for inputs in batches for x in inputs.values()):
+            return False
+        if len({tuple((name, x.shape[1:]) for name, x in inputs.items()) for inputs in batches}) > 1:
+            return False
+    return True
 
 
 def warp(images: Tensor, numbers: Tensor) -> Tensor:

@@ -16,11 +16,13 @@ from typing import Annotated, Any, Literal
 
 from taskferry.alignment import Alignment
 from taskferry.calibration.batch import Batch, Calibration
-from taskferry.calibration.views import Views
+from taskferry.calibration.views import Views, are_images
 from taskferry.capture import Side, Signals, Statistics, collect_into
 from taskferry.coverage import Coverage
+from taskferry.errors import TaskferryError
 from taskferry.files import hash_tensor
-from taskferry.fitting import both_objectives, fit
+from taskferry.finding import find_sites
+from taskferry.fitting import both_objectives, fit, numbers_of
 from taskferry.methods import Job, method
 from taskferry.methods.bico import MapRank, Tolerance
 from taskferry.objectives import Classifier, teacher_labels
@@ -44,11 +46,13 @@ def twofold(
     way: Annotated[float, "how far both models have gone at the second capture; 0 takes none"] = 0.5,
     whiten: Annotated[bool, "whiten the gradients, so that every direction counts alike"] = True,
     copies: Annotated[int, "changed copies of each image, which the tuned source labels"] = COPIES,
-    scales: Annotated[Literal["role", "one"], "a scale for each role of layer (q, k, v, …), or one for all"] = "role",
+    scales: Annotated[Literal["role", "one"], "a scale for each role of layer, or one for all"] = "role",
     patches: Annotated[bool, "move a patch embedding too"] = False,
     map_rank: MapRank = "range",
     tolerance: Tolerance = DEFAULT_TOLERANCE,
-    tokens_per_width: Annotated[float | None, "tokens kept for each map, as a multiple of its width"] = None,
+    tokens_per_width: Annotated[
+        float | None, "tokens kept for each map and capture, as a multiple of its width"
+    ] = None,
     statistics_memory: Annotated[float, "GiB of sums at once"] = 4.0,
 ) -> TaskVector:
     """BiCo with whitened gradients, copies of images, a second capture halfway, and a scale for each role of layer."""
@@ -78,31 +82,53 @@ def fit_twofold(
     **maps: Any,
 ) -> tuple[Alignment, TaskVector]:
     """The last alignment, and the task vector that it moved with its scales; `maps` are options of `fit`."""
-    few = job.calibration.samples
-    job = with_copies(job, copies)
+    if not 0 <= way <= 1 or copies < 0:
+        raise TaskferryError(f"twofold: way is between 0 and 1, copies is 0 or more, got {way:g} and {copies}")
+    given = job
+    left_out = {} if patches else patch_changes(job)
+    tau = TaskVector({name: delta for name, delta in job.tau.deltas.items() if name not in left_out})
+    job = replace(with_copies(job, copies), tau=tau)
     loss, batches = job.target_loss(), job.calibration.side(1)
-    # Whitening keeps d_A² + d_B² numbers beside the d_A · d_B of an output.
-    maps["statistics_memory"] = int(statistics_memory * 2**30 / (2 if whiten else 1))
+    maps["statistics_memory"] = int(statistics_memory * 2**30)
     capture = Captures(whiten)
 
-    def moved_and_scale(halfway: Halfway | None) -> tuple[Alignment, TaskVector, float]:
+    def look(halfway: Halfway | None) -> tuple[float, float, Alignment, TaskVector]:
+        """(loss, the best scale, maps, what they move)."""
         alignment = _align(job, maps, capture, halfway)
-        moved = alignment.apply(job.tau)
-        moved = moved if patches else without_patches(moved, alignment)
-        return alignment, moved, scale_on_calibration(job.target, moved, loss, batches).best
+        moved = alignment.apply(tau)
+        curve = scale_on_calibration(job.target, moved, loss, batches)
+        return curve.loss(curve.best), curve.best, alignment, moved
 
-    alignment, moved, scale = moved_and_scale(None)
-    if way and scale:
-        alignment, moved, scale = moved_and_scale((way * job.tau, way * scale * moved))
+    found = look(None)
+    if way and found[1]:
+        found = min(found, look((way * tau, way * found[1] * found[3])), key=lambda each: each[0])
+    capture.seen = None
+    _, scale, alignment, moved = found
+    by_role: dict[str, float] = {}
     if scales == "role" and scale:
-        moved = scaled_by_role(job.target, moved, loss, batches, scale, few, job.progress)
-    return alignment, moved
+        few = given.calibration.samples
+        moved, by_role = scaled_by_role(job.target, moved, loss, batches, scale, few, job.progress)
+    known = alignment.provenance
+    own = {"way": way, "whiten": whiten, "copies": copies, "scales": scales, "patches": patches}
+    record = {
+        "settings": {**known["settings"], **own},
+        "calibration": {
+            "samples": given.calibration.samples,
+            "sha256": given.calibration.identity(),
+            "copies": job.calibration.samples - given.calibration.samples,
+        },
+        "role scales": {role: round(value, 6) for role, value in by_role.items()},
+    }
+    return replace(alignment, provenance={**known, **record}), _with_reasons(moved, left_out, given.tau)
 
 
-def work(job: Job, copies: int) -> dict[str, int]:
-    """For a plan, in passes over the samples: two captures, and two searches for a scale, see the copies as well."""
+def work(job: Job, *, copies: int, whiten: bool, **_: Any) -> dict[str, int]:
+    """For a plan, in passes over the samples: two captures, and two searches for a scale, see the copies as well.
+
+    Whitening an output map takes two decompositions more, so a round costs about twice as much.
+    """
     inputs = 1 if views_of(job, copies) is None else 1 + copies
-    return {"captures": 2 * inputs, "rounds": 2, "looks": 2 * 8 * inputs + 3 * STEPS}
+    return {"captures": 2 * inputs, "rounds": 4 if whiten else 2, "looks": 2 * 8 * inputs + 3 * STEPS}
 
 
 def views_of(job: Job, copies: int) -> tuple[Views, Classifier] | None:
@@ -112,16 +138,22 @@ def views_of(job: Job, copies: int) -> tuple[Views, Classifier] | None:
     """
     heads = both_objectives(job.objective, job.source, job.target, job.calibration)
     head = heads[0]
-    if not isinstance(head, Classifier) or any(getattr(each, "fitted", False) for each in heads):
+    if not copies or not isinstance(head, Classifier) or any(getattr(each, "fitted", False) for each in heads):
         return None
-    views = Views(job.calibration, copies, strength=0.5, blended=0.0)  # the tuned source still knows what they show
-    return (views, head) if views.copies else None
+    if not are_images(job.calibration):
+        return None
+    return Views(job.calibration, copies, strength=0.5, blended=0.0), head  # still clear enough to be named
 
 
 def with_copies(job: Job, copies: int) -> Job:
-    """The job with changed copies of its images, each with the class that the tuned source gives it."""
+    """The job with changed copies of its images, each with the class that the tuned source gives it.
+
+    Only classes that the samples have, and only by a source that names most samples as they are labelled: a head that
+    was not tuned, or that a file did not bring along, knows nothing.
+    """
     found = views_of(job, copies)
-    if found is None:
+    labels = job.calibration.labels
+    if found is None or labels is None:
         return job
     views, head = found
     size = max(map(len, job.calibration.side(0)))
@@ -129,20 +161,37 @@ def with_copies(job: Job, copies: int) -> Job:
     more = Calibration(views.pair(numbers[i : i + size]) for i in range(0, len(numbers), size))
     with moved_by(job.source, job.tau) as at:
         at(1.0)
-        labels = teacher_labels(job.source, more.side(0), head)
-    return replace(job, calibration=Calibration([*job.calibration, *more.with_labels(labels)]))
+        known = teacher_labels(job.source, job.calibration.side(0), head)
+        named = teacher_labels(job.source, more.side(0), head)
+    if (known == labels).double().mean() < 0.5:
+        return job
+    pairs = []
+    for A, B in more.with_labels(named):
+        good = [i for i, label in enumerate(() if A.labels is None else A.labels) if bool((labels == label).any())]
+        if good:
+            pairs.append((A.take(good), B.take(good)))
+    return replace(job, calibration=Calibration([*job.calibration, *pairs]))
 
 
-def without_patches(moved: TaskVector, alignment: Alignment) -> TaskVector:
-    """All but the patch embedding, unless that is all there is."""
-    sites = [pair.target for pair in alignment.pairs if pair.target.role == "patch"]
-    left_out = {name for site in sites for name in (site.weight, site.bias)}
-    others = {name: delta for name, delta in moved.deltas.items() if name not in left_out}
-    if not others or moved.coverage is None:
+def patch_changes(job: Job) -> dict[str, str]:
+    """The changes of patch embeddings by name, and the target's parameters that they would go to, with the reason.
+
+    None where the task vector changes nothing else.
+    """
+    source, target = ({name for site in find_sites(model) if site.role == "patch" for name in (site.weight, site.bias)
+                       if name} for model in (job.source, job.target))  # fmt: skip
+    changed = source & set(job.tau.deltas)
+    return dict.fromkeys(sorted(changed | target), PATCH) if changed and changed != set(job.tau.deltas) else {}
+
+
+def _with_reasons(moved: TaskVector, left_out: Mapping[str, str], tau: TaskVector) -> TaskVector:
+    """With the reason of what was left out in its coverage."""
+    if not left_out or moved.coverage is None:
         return moved
-    rows = (replace(row, status="kept", reason=PATCH, sources=()) if row.status != "kept" and row.parameter in left_out
-            else row for row in moved.coverage)  # fmt: skip
-    return TaskVector(others, Coverage(tuple(rows), moved.coverage.unused))
+    rows = [replace(row, reason=left_out.get(row.parameter, row.reason)) if row.status == "kept" else row
+            for row in moved.coverage]  # fmt: skip
+    unused = {name: why for name, why in left_out.items() if name in tau.deltas}
+    return TaskVector(moved.deltas, Coverage(tuple(rows), {**moved.coverage.unused, **unused}))
 
 
 def _align(job: Job, maps: Mapping[str, Any], capture: Captures, halfway: Halfway | None) -> Alignment:
@@ -162,6 +211,7 @@ def _align(job: Job, maps: Mapping[str, Any], capture: Captures, halfway: Halfwa
         progress=None if tell is None else lambda what, done, total: tell(f"{what}, {place}", done, total),
         capture=capture,
         capture_key=f"twofold whiten={capture.whiten} {_hash(halfway)}",
+        sums=capture.numbers,
     )
     return replace(alignment, provenance={**alignment.provenance, "method": "twofold"})
 
@@ -173,6 +223,11 @@ class Captures:
         self.whiten = whiten
         self.halfway: Halfway | None = None
         self.seen: tuple[list[str], EvenGradients] | None = None  # one group's, to stay within the memory
+
+    def numbers(self, pair: Pair) -> int:
+        """Of the sums of a pair: whitening keeps d_A² and d_B² of the outputs as well."""
+        out_A, out_B = pair.source.shape[0], pair.target.shape[0]
+        return numbers_of(pair) + (out_A**2 + out_B**2 if self.whiten else 0)
 
     def __call__(
         self,
@@ -191,11 +246,15 @@ class Captures:
         def see(sums: EvenGradients, told: Callable[[], None] | None) -> None:
             collect_into(sums, source, target, group, share, told, signals, tokens_per_width)
 
-        known = self.seen is not None and self.seen[0] == names
-        sums = self.seen[1] if self.seen is not None and known else EvenGradients(whiten=self.whiten)
-        if not known:
+        known, self.seen = self.seen, None  # two groups never exist at once
+        if known is not None and known[0] == names:
+            sums = known[1]
+        else:
+            del known
+            sums = EvenGradients(whiten=self.whiten)
             see(sums, on_batch if self.halfway is None else None)
-        self.seen = (names, sums) if self.halfway is None else None
+        if self.halfway is None:
+            self.seen = (names, sums)
         if self.halfway is not None:
             with ExitStack() as moves:
                 for side, tau in zip((source, target), self.halfway, strict=True):
