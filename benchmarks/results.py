@@ -58,20 +58,30 @@ CAUSAL = """LoRA adapters of a small Llama on three domains, moved to a larger o
 a tokenizer of its own; all pre-trained here on film reviews. The share is of the loss that a LoRA trained on the target
 takes away."""
 
-BEYOND = """`twofold`, the default of `transfer`, beside BiCo: gradients of one length, a second capture
-halfway, a scale for each role of layer; nothing is trained. Everything was chosen on mnist, fashion and
-drawings (the table below); these are the other four tasks, all seven pairs (cifar10 on five of them so far),
-100 samples unless N says otherwise. *Teacher* has no labels but the tuned source's. *Least gain* is the worst
-of all pairs and tasks, in points over the target as it is. Where rows of `distil` are shown: they train (100
-steps towards the tuned source's outputs), so they are no replacement where nothing may be trained."""
+BEYOND = """`twofold`, the default of `transfer`, beside BiCo: whitened gradients of one length, a second capture
+halfway, three copies of each image named by the tuned source, a scale for each role of layer, the target's own
+patch embedding; nothing is trained. Everything was chosen on mnist, fashion and drawings (the tables below); these
+are the other four tasks, on as many draws, pairs and tasks as each row says, 100 samples unless N says otherwise.
+*Teacher* has no labels but the tuned source's. *Least gain* is the worst of all pairs and tasks, in points over the
+target as it is. Where rows of `distil` are shown: they train (100 steps towards the tuned source's outputs), so they
+are no replacement where nothing may be trained."""
 
 IDEAS = """One draw each, 100 samples, on the tasks that settings were chosen on (mnist, fashion, drawings)
 and four pairs (narrow → wide, wide → narrow, twin → deep, deep → narrow); rows were run in as many of the
-twelve cells as the last column says, and BiCo in the same cells stands beside them. Kept: even outputs
-(tokens of equal weight), the second pass, a scale for each role. Not kept, because they do not help or no
-longer do beside those: soft labels, truncation and shrinkage by noise, regression in place of isometries, one
-map along the residual stream, centred inputs, third and fourth passes, a scale for each block or site,
-matching blocks by CKA, splitting or summing over blocks. More unlabelled samples always help."""
+twelve cells as the last column says, and BiCo in the same cells stands beside them. Kept: whitened outputs of equal
+weight, the second pass, copies of images, a scale for each role, and no patch embedding. Not kept, because they do not
+help or no longer do beside those: soft and random labels, truncation and shrinkage by noise, regression in place of
+isometries, whitened or centred inputs, one map along the residual stream, third and fourth passes, a scale for each
+block or site, matching blocks by CKA, splitting or summing over blocks. The rows called *a limit* look at the oracle's
+own change and are no method: with the right maps the form R_outᵀ τ R_in carries nearly all of the gain, so what is
+missing is in the maps that activations and gradients of frozen models can tell."""
+
+WARM = """The target is tuned by the zoo's protocol on all training samples, from where it is and from what the
+default method moved with 100 unlabelled samples; every ten steps the held-out tenth is scored. Columns of goals: steps
+until so much of the cold start's gain is there, moved start / cold start."""
+
+DEPTH = """Block i of MiniLM-L6 descends from block 2i of gte-small. Likeness of what the MLP reads, on 100 sentences;
+the paper's rule, nearest in relative depth, is closest to the truth, and stays."""
 
 
 def read(name: str) -> dict[str, Any]:
@@ -226,6 +236,8 @@ def page() -> str:
         parts += real_part(results)
     parts += plain_part("beyond", "Beyond the paper", BEYOND)
     parts += plain_part("ideas", "What was tried beyond the paper", IDEAS)
+    parts += plain_part("warm_start", "A warm start for fine-tuning", WARM)
+    parts += plain_part("depth", "Which block feeds which, where the truth is known", DEPTH)
     parts += plain_part("heads", "Which loss gives an encoder's gradients", HEADS)
     parts += plain_part("causal", "Causal language models", CAUSAL)
     limits = common.RESULTS / "limits.md"

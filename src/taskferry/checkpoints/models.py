@@ -31,13 +31,14 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
 def load_model(
-    given: str, *, like: nn.Module | None = None, architecture: str | None = None, image_size: int | None = None
+    given: str | Path, *, like: nn.Module | None = None, architecture: str | None = None, image_size: int | None = None
 ) -> Loaded:
     """A model in float32, frozen and in eval mode; `like` asks for the class of another model (a base's).
 
     `architecture` names a class of transformers where it is not the folder's own: T5EncoderModel for a whole T5.
     `image_size` lets a timm model read images of another size.
     """
+    given = str(given)
     where = resolve(given)
     for kind in _FORMATS:
         if kind.owns(where):
