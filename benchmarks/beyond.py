@@ -59,17 +59,20 @@ def merged(first: Groups, second: Groups) -> Groups:
 
 
 def shares(groups: Groups, row: str, count: int) -> list[float]:
-    """The share that a row recovers, for each draw, averaged over the pairs."""
-    by_draw: dict[int, list[float]] = {}
-    for key, scores in groups.items():
-        if key[3] != count or row not in scores:
-            continue
-        for draw in sorted({d for draws in scores[row].values() for d in draws}):
-            one = {r: {t: {draw: s[draw]} for t, s in tasks.items() if draw in s} for r, tasks in scores.items()}
+    """The share that a row recovers, for each draw that is finished on all its pairs and tasks, averaged over pairs."""
+    found = [scores for key, scores in groups.items() if key[3] == count and row in scores]
+    draws = [set(scores) for group in found for scores in group[row].values()]
+    result = []
+    for draw in sorted(set.intersection(*draws)) if draws else []:
+        recovered = []
+        for group in found:
+            one = {r: {t: {draw: s[draw]} for t, s in tasks.items() if draw in s} for r, tasks in group.items()}
+            one = {r: tasks for r, tasks in one.items() if tasks}
             line = next(line for line in lines(one, count) if line.row == row)
             if line.recovered is not None:
-                by_draw.setdefault(draw, []).append(line.recovered)
-    return [statistics.mean(values) for values in by_draw.values()]
+                recovered.append(line.recovered)
+        result.append(statistics.mean(recovered))
+    return result
 
 
 def worst(groups: Groups, row: str, count: int) -> float:

@@ -248,23 +248,21 @@ def test_not_finite_rows_name_the_site() -> None:
         fit(A, Residual(9, False).double(), sequences(), finite)
 
 
-def test_statistics_of_two_groups_never_exist_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_two_groups_never_exist_together() -> None:
     import gc
     import weakref
 
-    from taskferry import fitting
+    from taskferry.capture import collect
 
     alive: list[weakref.ref] = []
-    original = fitting.collect
 
     def watched(*arguments, **more):
         gc.collect()
         assert all(reference() is None for reference in alive)
-        statistics = original(*arguments, **more)
+        statistics = collect(*arguments, **more)
         alive.append(weakref.ref(next(iter(statistics.inputs.values()))))
         return statistics
 
-    monkeypatch.setattr(fitting, "collect", watched)
     A = Residual(7, False).double()
-    assert isinstance(fit(A, A, sequences(), squares, statistics_memory=1), Alignment)
+    assert isinstance(fit(A, A, sequences(), squares, statistics_memory=1, capture=watched), Alignment)
     assert len(alive) == 4
