@@ -78,7 +78,7 @@ missing is in the maps that activations and gradients of frozen models can tell.
 
 WARM = """The target is tuned by the zoo's protocol on all training samples, from where it is and from what the
 default method moved with 100 unlabelled samples; every ten steps the held-out tenth is scored. Columns of goals: steps
-until so much of the cold start's gain is there, moved start / cold start."""
+until so much of the cold start's gain is there, moved start / cold start. One task and one draw so far."""
 
 DEPTH = """Block i of MiniLM-L6 descends from block 2i of gte-small. Likeness of what the MLP reads, on 100 sentences;
 the paper's rule, nearest in relative depth, is closest to the truth, and stays."""
