@@ -43,7 +43,8 @@ def versions(recipe: Recipe, distil: bool) -> Iterable[tuple[str, Recipe]]:
 
     yield NAME, with_(1, *DRAWN)
     yield f"{NAME}-labels", with_(1, *LABELLED)
-    yield NAME, with_(recipe.seeds, *DRAWN)
+    for seeds in range(2, recipe.seeds + 1):
+        yield NAME, with_(seeds, *DRAWN)
     yield f"{NAME}-{MANY}", with_(1, "twofold, teacher", samples=[MANY])
     if distil:
         yield f"{NAME}-distil", with_(1, *TRAINED)
@@ -134,8 +135,8 @@ def main() -> None:
     places = Places(zoo.ZOO, zoo_data.DATA / "tasks", zoo_data.DATA / ("work-quick" if options.quick else "work"))
     groups: Groups = {}
     if options.shown:
-        for name in (NAME, f"{NAME}-labels", f"{NAME}-{MANY}", f"{NAME}-distil"):
-            groups = merged(groups, collect(finished(places.work / f"{name.replace('/', '-')}.jsonl")))
+        for name in dict(versions(recipe, distil=True)):
+            groups = merged(groups, collect(finished(places.records(name))))
     else:
         for task in recipe.tasks:
             zoo_tasks.write(task, zoo_data.DATA / "tasks")
@@ -146,7 +147,7 @@ def main() -> None:
     failures = []
     if not options.quick:
         found = {row: statistics.mean(s) for row in (*DRAWN, *LABELLED) if (s := shares(groups, row, 100))}
-        for row in [row for row in ("twofold", "twofold, teacher") if row in found]:
+        for row in sorted({"twofold", "twofold, teacher"} & set(found)):
             if found[row] < 1.3 * found["bico"]:
                 failures.append(f"{row} recovers {found[row]:.0%}, less than 1.3 times BiCo ({found['bico']:.0%})")
             if found[row] < 0.65:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import time
-from pathlib import Path
 from typing import Any
 
 import common
@@ -72,7 +71,7 @@ def main() -> None:
     if options.quick:
         short = recipe.finetune.model_copy(update={"steps": 20, "warmup": 2})
         recipe, cells = recipe.model_copy(update={"finetune": short}), (("wide", "narrow", "case"),)
-    work = Path(zoo_data.DATA) / ("work-quick" if options.quick else "work")
+    work = zoo_data.DATA / ("work-quick" if options.quick else "work")
     results: dict[str, Any] = {}
     bench = Bench(recipe, Places(zoo.ZOO, zoo_data.DATA / "tasks", work), Reporter())
     for source, target, task in cells:

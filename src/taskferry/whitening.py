@@ -97,6 +97,7 @@ def whiten_rows(X: Tensor) -> Tensor:
     """X (XᵀX + ε I)^-½ for fewer rows than columns, [M, d]: the d × d matrix is never formed."""
     U, s, V = by_svd(X)
     e = s.square()
+    # Rows were never squared in float32: their rounding is that of s, not of e.
     root = torch.where(e > ROUNDING**2 * e.max(), (e + SHRINK * e.sum() / X.shape[1]).rsqrt(), 0.0)
     whitened: Tensor = (U * (s * root)) @ V.mT
     return whitened.to(X.dtype)

@@ -49,6 +49,10 @@ class Places:
     work: Path
     device: str = "auto"
 
+    def records(self, name: str) -> Path:
+        """The file of a recipe's finished cells."""
+        return self.work / f"{name.replace('/', '-')}.jsonl"
+
 
 @dataclass
 class Reporter:
@@ -251,7 +255,7 @@ def run_recipe(recipe: Recipe, name: str, places: Places, reporter: Reporter | N
     A result is taken only if weights, samples, protocol and heads are the same.
     """
     reporter = reporter or Reporter()
-    file = places.work / f"{name.replace('/', '-')}.jsonl"
+    file = places.records(name)
     file.parent.mkdir(parents=True, exist_ok=True)
     known = {_key(record["cell"]): record for record in finished(file)}
     bench, cells = Bench(recipe, places, reporter), sorted(recipe.cells(), key=lambda cell: cell.task)

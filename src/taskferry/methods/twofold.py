@@ -34,7 +34,6 @@ from taskferry.statistics import CrossCovariance
 from taskferry.taskvector import LowRank, TaskVector
 from taskferry.whitening import Even, Whitened
 
-COPIES = 3
 PATCH = "a patch embedding: the target is better off with its own on the benchmarks (patches=true moves it)"
 Halfway = tuple[TaskVector, TaskVector]  # what is added to the source and to the target at the second capture
 
@@ -45,7 +44,7 @@ def twofold(
     *,
     way: Annotated[float, "how far both models have gone at the second capture; 0 takes none"] = 0.5,
     whiten: Annotated[bool, "whiten the gradients, so that every direction counts alike"] = True,
-    copies: Annotated[int, "changed copies of each image, which the tuned source labels"] = COPIES,
+    copies: Annotated[int, "changed copies of each image, which the tuned source labels"] = 3,
     scales: Annotated[Literal["role", "one"], "a scale for each role of layer, or one for all"] = "role",
     patches: Annotated[bool, "move a patch embedding too"] = False,
     map_rank: MapRank = "range",
@@ -127,22 +126,20 @@ def work(job: Job, *, copies: int, whiten: bool, **_: Any) -> dict[str, int]:
 
     Whitening an output map takes two decompositions more, so a round costs about twice as much.
     """
-    inputs = 1 if views_of(job, copies) is None else 1 + copies
+    inputs = 1 if naming_head(job) is None else 1 + copies
     return {"captures": 2 * inputs, "rounds": 4 if whiten else 2, "looks": 2 * 8 * inputs + 3 * STEPS}
 
 
-def views_of(job: Job, copies: int) -> tuple[Views, Classifier] | None:
-    """Copies of the job's images, and the head that says what they are.
+def naming_head(job: Job) -> Classifier | None:
+    """The head that says what copies of the job's images show; None where there can be none.
 
     Texts have none, and neither has a head that is made from the samples: it would be made from the copies as well.
     """
     heads = both_objectives(job.objective, job.source, job.target, job.calibration)
     head = heads[0]
-    if not copies or not isinstance(head, Classifier) or any(getattr(each, "fitted", False) for each in heads):
+    if not isinstance(head, Classifier) or any(getattr(each, "fitted", False) for each in heads):
         return None
-    if not are_images(job.calibration):
-        return None
-    return Views(job.calibration, copies, strength=0.5, blended=0.0), head  # still clear enough to be named
+    return head if are_images(job.calibration) else None
 
 
 def with_copies(job: Job, copies: int) -> Job:
@@ -151,11 +148,10 @@ def with_copies(job: Job, copies: int) -> Job:
     Only classes that the samples have, and only by a source that names most samples as they are labelled: a head that
     was not tuned, or that a file did not bring along, knows nothing.
     """
-    found = views_of(job, copies)
-    labels = job.calibration.labels
-    if found is None or labels is None:
+    head, labels = naming_head(job), job.calibration.labels
+    if not copies or head is None or labels is None:
         return job
-    views, head = found
+    views = Views(job.calibration, copies, strength=0.5, blended=0.0)  # still clear enough to be named
     size = max(map(len, job.calibration.side(0)))
     numbers = range(views.samples, len(views))
     more = Calibration(views.pair(numbers[i : i + size]) for i in range(0, len(numbers), size))
