@@ -15,7 +15,7 @@ import peft
 import torch
 import transformers
 
-from taskferry.callback import TrajectoryCallback
+from taskferry.integrations.trainer import TrajectoryCallback
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from taskferry import Alignment, Batch, Calibration, LowRank, TaskferryError, TaskVector, fit
-from taskferry.solving import NO_SIGNAL, UNREACHED
-from tests.tiny import TINY, tuned
+from taskferry.fitting.solve import NO_SIGNAL, UNREACHED
+from tests.helpers.tiny import TINY, tuned
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_provenance_tells_what_was_fitted(llama: Alignment) -> None:
 
 def test_a_damaged_alignment_is_refused(llama: Alignment, tmp_path: Path) -> None:
     from taskferry.alignment import FORMAT
-    from taskferry.files import write_safetensors
+    from taskferry.disk.files import write_safetensors
 
     write_safetensors(tmp_path / "x.alignment", {}, {"format": FORMAT, "pairs": [{"source": 3}]})
     with pytest.raises(TaskferryError, match="damaged alignment"):
@@ -197,3 +197,29 @@ def test_task_vectors_moved_together_are_those_moved_alone(llama: Alignment) -> 
         assert alone.coverage == together.coverage
     with pytest.raises(TaskferryError, match="made on another base model"):
         llama.apply_all([dense, TaskVector({"model.layers.0.self_attn.q_proj.weight": torch.ones(3, 3)})])
+
+
+def test_scales_go_into_the_output_maps(llama: Alignment) -> None:
+    """By the target's parameter, also where maps are two factors; what has no scale takes the rest's."""
+    tiny = TINY["llama"]
+    A = tiny.model(16, 2, 1)
+    tau = TaskVector.between(dict(A.named_parameters()), tuned(A))
+    moved = llama.apply(tau)
+    first = "model.layers.0.mlp.up_proj.weight"
+    factored = fit(A, tiny.model(24, 3, 2), tiny.calibration(), tiny.objective, factored=True)
+    for alignment in (llama, factored):
+        scaled = alignment.times({first: -2.0}, rest=0.5).apply(tau)
+        assert torch.allclose(scaled.deltas[first], -2.0 * moved.deltas[first], atol=1e-5)
+        for name, delta in moved.deltas.items():
+            assert name == first or torch.allclose(scaled.deltas[name], 0.5 * delta, atol=1e-5)
+    again = llama.apply(tau)  # the alignment itself stays as it was
+    assert all(torch.equal(again.deltas[name], delta) for name, delta in moved.deltas.items())
+
+
+def test_the_table_has_a_row_for_each_pair(llama: Alignment) -> None:
+    rows = llama.table()
+    assert [row["target"] for row in rows] == [pair.target.name for pair in llama.pairs]
+    assert [row["source"] for row in rows] == [pair.source.name for pair in llama.pairs]
+    for pair, row in zip(llama.pairs, rows, strict=True):
+        assert row["rank_in"] == llama.quality_in[pair.reads].rank
+        assert row["residual_out"] == pytest.approx(llama.quality_out[pair.target.name].residual, abs=1e-6)

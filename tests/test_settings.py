@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from taskferry import Calibration, TaskferryError, TaskVector, fit
+from taskferry.jobs.settings import TransferSettings
 from taskferry.methods import Job, run
-from taskferry.settings import TransferSettings, load_settings
-from tests.tiny import TINY, relative, tuned
+from taskferry.settings import load_settings
+from tests.helpers.tiny import TINY, relative, tuned
 
 GIVEN = {"source_base": "a", "source_tuned": "b", "target_base": "c", "calibration": "d", "out": Path("e")}
 
@@ -18,14 +19,14 @@ GIVEN = {"source_base": "a", "source_tuned": "b", "target_base": "c", "calibrati
 @pytest.mark.parametrize("more", [{}, {"scale": "1"}, {"scale": 1.0, "method": "bico"}, {"map_rank": "full"}])
 def test_the_paper_to_the_letter(more: dict[str, object]) -> None:
     found = load_settings(TransferSettings, None, {**GIVEN, "paper": True, **more})
-    assert (found.method, found.map_rank, found.tokens_per_width, found.scale) == ("bico", "full", None, 1.0)
+    assert (found.method, found.map_rank, found.scale) == ("bico", "full", 1.0)
     again = load_settings(TransferSettings, None, found.model_dump())  # as a run's own settings are read back
     assert again == found
 
 
 def test_the_paper_and_something_else_is_a_contradiction() -> None:
-    asked = {**GIVEN, "paper": True, "scale": "auto", "method": "theseus", "tokens_per_width": 8}
-    with pytest.raises(TaskferryError, match="paper fixes method, tokens_per_width, scale: give one or the other"):
+    asked = {**GIVEN, "paper": True, "scale": "auto", "method": "theseus", "map_rank": "range"}
+    with pytest.raises(TaskferryError, match="paper fixes method, map_rank, scale: give one or the other"):
         load_settings(TransferSettings, None, asked)
 
 
@@ -40,8 +41,8 @@ def test_full_rank_is_another_result_where_samples_are_few() -> None:
     A, B = tiny.model(16, 2, 1), tiny.model(24, 2, 2)
     tau = TaskVector.between(dict(A.named_parameters()), tuned(A))
     calibration = Calibration([(tiny.batch(0, 2), tiny.batch(0, 2))])
-    paper = run("bico", Job(A, B, tau, calibration, tiny.objective), map_rank="full")
-    ours = run("bico", Job(A, B, tau, calibration, tiny.objective))
+    paper = run("bico", Job.of(A, B, tau, calibration, tiny.objective), map_rank="full").tau
+    ours = run("bico", Job.of(A, B, tau, calibration, tiny.objective)).tau
     assert relative(torch.cat([paper.deltas[n].flatten() for n in ours.deltas]),
                     torch.cat([d.flatten() for d in ours.deltas.values()])) > 0.1  # fmt: skip
     for R in fit(A, B, calibration, tiny.objective, map_rank="full").R_in.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,8 @@ import torch
 from torch import nn
 
 from taskferry import LowRank, TaskferryError, TaskVector
-from taskferry.taskvector import match_names
-from tests.tiny import TINY, tuned
+from taskferry.taskvector import LazyDeltas, match_names
+from tests.helpers.tiny import TINY, tuned
 
 
 def low(seed: int = 0) -> LowRank:
@@ -33,6 +35,70 @@ def test_arithmetic_of_dense_and_low_rank() -> None:
     assert (-a).norm() == pytest.approx(a.norm())
     with pytest.raises(TaskferryError, match=r"w.*\(5, 4\).*\(4, 5\)"):
         a + TaskVector({"w": low().T})
+
+
+def test_a_scale_for_each_change_by_name() -> None:
+    tau = TaskVector({"w": low(), "b": torch.ones(3)})
+    scaled = tau * {"w": 2.0, "b": -0.5}
+    assert isinstance(scaled.deltas["w"], LowRank)
+    assert torch.allclose(scaled.deltas["w"].dense(), 2 * low().dense())
+    assert torch.equal(scaled.deltas["b"], torch.full((3,), -0.5))
+    assert torch.equal(tau.deltas["b"], torch.ones(3))
+    with pytest.raises(KeyError):
+        tau * {"w": 2.0}
+
+
+class Counted(LazyDeltas):
+    """Changes that write down when they are read."""
+
+    def __init__(self, deltas: dict[str, torch.Tensor]) -> None:
+        self.deltas, self.read = deltas, []
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.read.append(name)
+        return self.deltas[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.deltas)
+
+    def __len__(self) -> int:
+        return len(self.deltas)
+
+
+def test_changes_on_disk_are_read_when_they_are_asked_for() -> None:
+    lazy = Counted({"w": torch.ones(2, 2), "b": torch.ones(3), "same": torch.zeros(4)})
+    tau = 3.0 * (TaskVector(lazy) * {"w": 2.0, "b": -0.5, "same": 1.0})
+    assert len(tau) == 3
+    assert not tau.low_rank
+    assert lazy.read == []
+    assert torch.equal(tau.deltas["w"], torch.full((2, 2), 6.0))
+    assert lazy.read == ["w"]
+    some = tau.take(["b", "same", "absent"])
+    assert list(some.deltas) == ["b"]  # in memory, and without what does not change
+    assert torch.equal(some.deltas["b"], torch.full((3,), -1.5))
+    assert sorted(lazy.read) == ["b", "same", "w"]
+    assert len(some) == 1
+    assert sorted(lazy.read) == ["b", "same", "w"]
+
+
+def test_some_changes() -> None:
+    tau = TaskVector({"w": low(), "b": torch.ones(3), "z": torch.zeros(2)})
+    assert list(tau.take(["z", "b", "w"]).deltas) == ["b", "w"]
+    assert tau.take([]).norm() == 0
+
+
+def test_changes_meet_the_parameters_of_a_model() -> None:
+    """By the names of the task vector, each parameter once."""
+    model = TINY["gpt2"].model(16, 1, 0)
+    name = "h.0.mlp.c_fc.weight"
+    tied = torch.zeros_like(model.lm_head.weight)
+    deltas = {name: torch.ones_like(model.transformer.h[0].mlp.c_fc.weight), "lm_head.weight": tied}
+    met = TaskVector({**deltas, "transformer.wte.weight": tied}).on(model)
+    assert [(given, id(parameter)) for given, parameter, _ in met] == [
+        (name, id(model.transformer.h[0].mlp.c_fc.weight)),
+        ("lm_head.weight", id(model.lm_head.weight)),
+    ]
+    assert met[0][2] is deltas[name]
 
 
 def test_between_and_add_to_are_inverse() -> None:
@@ -105,3 +171,38 @@ def test_names_with_and_without_a_prefix() -> None:
         match_names(["encoder.layer.2.w"], known)
     with pytest.raises(TaskferryError, match="ambiguous"):
         match_names(["layer.0.w"], ["a.layer.0.w", "b.layer.0.w"])
+
+
+def test_a_half_precision_lora_does_not_round_the_target() -> None:
+    layer = nn.Linear(4, 4)
+    before = layer.weight.detach().clone()
+    half = LowRank(torch.randn(4, 2, dtype=torch.bfloat16), torch.randn(2, 4, dtype=torch.bfloat16))
+    TaskVector({"weight": half}).add_to(layer, scale=0.0)
+    assert torch.equal(layer.weight, before)
+
+
+def test_tied_weights_in_state_dictionaries_change_once() -> None:
+    model = TINY["gpt2"].model(16, 1, 0)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.transformer.wte.weight.add_(0.1)
+    start = model.transformer.wte.weight.detach().clone()
+    tau = TaskVector.between(model.state_dict(), other.state_dict())
+    assert list(tau.deltas) == ["transformer.wte.weight"]
+    both = TaskVector({**tau.deltas, "lm_head.weight": tau.deltas["transformer.wte.weight"]})
+    both.add_to(model)
+    assert torch.allclose(model.transformer.wte.weight, start + 0.1)
+
+
+def test_a_change_below_the_base_s_precision_is_kept() -> None:
+    base = {"w": torch.ones(4, dtype=torch.bfloat16)}
+    tau = TaskVector.between(base, {"w": torch.full((4,), 1.0007)})
+    assert torch.allclose(tau.deltas["w"], torch.full((4,), 0.0007), atol=1e-6)
+
+
+def test_a_refused_change_leaves_the_model_alone() -> None:
+    layer = nn.Linear(3, 3)
+    before = layer.weight.detach().clone()
+    with pytest.raises(TaskferryError, match="a change of shape"):
+        TaskVector({"weight": torch.ones(3, 3), "bias": torch.ones(4)}).add_to(layer)
+    assert torch.equal(layer.weight, before)

@@ -17,8 +17,8 @@ import transformers
 from rich.console import Console
 
 from taskferry.cli.screen import Screen
-from taskferry.pipeline import transfer
-from taskferry.settings import TransferSettings
+from taskferry.jobs.settings import TransferSettings
+from taskferry.jobs.transfer import transfer
 
 HERE = Path(__file__).parent
 SHARED = Path(os.environ.get("TASKFERRY_SHARED", HERE.parents[1].parent / "shared"))

@@ -11,10 +11,10 @@ from taskferry.calibration import Batch, Calibration, image_calibration, text_ca
 from taskferry.calibration.data import load_samples
 from taskferry.checkpoints import load_model, load_tuned
 from taskferry.coverage import Coverage
+from taskferry.engines.whole import fit
 from taskferry.errors import TaskferryError
 from taskferry.evaluation import FineTuning, Pool, evaluate, finetune
-from taskferry.fitting import fit
-from taskferry.objectives import (
+from taskferry.fitting.objectives import (
     Head,
     LanguageModel,
     LinearProbe,

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -16,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from taskferry.consistency import check_alignment
 from taskferry.coverage import Coverage, Row
-from taskferry.display import ROWS, panel
+from taskferry.disk.files import hash_tensor, is_kind, open_safetensors, write_safetensors
+from taskferry.display.tables import ROWS, panel
 from taskferry.errors import TaskferryError
-from taskferry.files import is_kind, open_safetensors, write_safetensors
-from taskferry.procrustes import Map, bilinear
-from taskferry.sites import Site
-from taskferry.statistics import Quality
+from taskferry.maths.procrustes import Map, bilinear
+from taskferry.maths.sums import Quality
+from taskferry.sites.consistency import check_alignment
+from taskferry.sites.site import Site
 from taskferry.taskvector import Delta, LowRank, TaskVector, as_dense, match_names
 
 FORMAT = "taskferry alignment 1"
@@ -130,6 +131,42 @@ class Alignment:
                 raise ValueError(f"{key} goes from {R.shape[0]} to {R.shape[1]}")
         same = {key: Map(R=torch.eye(R.shape[0], dtype=R.dtype)) for key, R in maps.items()}
         return replace(self, R_in=same) if inputs else replace(self, R_out=same)
+
+    def times(self, scale: Mapping[str, float], rest: float = 1.0) -> Alignment:
+        """With the output maps multiplied, so that what they move is: by target parameter, `rest` where none is given.
+
+        Parts of a packed matrix share a scale.
+        """
+        factor = {pair.target.name: scale.get(pair.target.weight, rest) for pair in self.pairs}
+        return replace(self, R_out={name: R.times(factor[name]) for name, R in self.R_out.items()})
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row a pair of sites: where its change comes from, and how good its two maps are."""
+        rows = []
+        for pair in self.pairs:
+            q_in, q_out = self.quality_in[pair.reads], self.quality_out[pair.target.name]
+            rows.append(
+                {
+                    "target": pair.target.name,
+                    "source": pair.source.name,
+                    "rank_in": q_in.rank,
+                    "rank_out": q_out.rank,
+                    "residual_in": round(q_in.residual, 6),
+                    "residual_out": round(q_out.residual, 6),
+                }
+            )
+        return rows
+
+    def identity(self) -> str:
+        """A hash of all its maps: what two alignments share that move alike."""
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> str:
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.tensors()[0].items()):
+            hash_tensor(digest, name, tensor)
+        return digest.hexdigest()
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(all maps by name, sites with quality and provenance): what a file or another process needs."""

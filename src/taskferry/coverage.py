@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from taskferry.display import ROWS, panel
-from taskferry.sites import is_patch_embedding
+from taskferry.display.tables import ROWS, panel
+from taskferry.sites.site import is_patch_embedding
 
 Status = Literal["moved", "partly", "kept"]
 

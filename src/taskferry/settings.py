@@ -13,13 +13,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from taskferry.calibration.choices import LabelSource, ObjectiveName, Sampler
 from taskferry.errors import TaskferryError
-from taskferry.options import LabelSource, ObjectiveName, Sampler
-from taskferry.procrustes import DEFAULT_TOLERANCE
+from taskferry.maths.procrustes import DEFAULT_TOLERANCE
 
 S = TypeVar("S", bound="Settings")
 MOST_YAML = 2**20  # bytes
-PAPER = {"method": "bico", "map_rank": "full", "tokens_per_width": None, "scale": 1}
 Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -63,39 +62,8 @@ class MapSettings(Settings):
         "range", description="keep the directions the samples show, or all (the paper to the letter)"
     )
     tolerance: float = Field(DEFAULT_TOLERANCE, gt=0, lt=1, description="smallest singular value kept, relative")
-    tokens_per_width: float | None = Field(
-        None, gt=0, description="tokens that a map takes at most, as a multiple of its width (default: all)"
-    )
-    statistics_memory: float = Field(4.0, gt=0, description="GiB of cross-covariances at once")
+    statistics_memory: float = Field(4.0, gt=0, description="GiB of sums of products at once")
     device: str = Field("auto", description="cpu, cuda, or auto")
-
-    def fit_options(self) -> dict[str, Any]:
-        """What `fit` takes of them."""
-        return {
-            "map_rank": self.map_rank,
-            "tolerance": self.tolerance,
-            "tokens_per_width": self.tokens_per_width,
-            "statistics_memory": int(self.statistics_memory * 2**30),
-        }
-
-
-class PlanSettings(CalibrationSettings, MapSettings):
-    """taskferry plan."""
-
-    source_base: str = Field(description="the base model that was tuned")
-    target_base: str = Field(description="the base model to move to")
-    source_tuned: str | None = Field(None, description="the tuned source: only its maps are counted")
-
-
-class FitSettings(CalibrationSettings, MapSettings, Writing):
-    """taskferry fit."""
-
-    source_base: str = Field(description="the base model that was tuned")
-    target_base: str = Field(description="the base model to move to")
-    source_tuned: str | None = Field(None, description="the tuned source, where it gives the labels (teacher)")
-    shard: bool = Field(
-        False, description="under torchrun: spread the weights of the blocks over the processes (FSDP2)"
-    )
 
 
 class OutputSettings(Settings):
@@ -121,45 +89,6 @@ class OutputSettings(Settings):
         return self
 
 
-class TransferSettings(CalibrationSettings, MapSettings, OutputSettings, Writing):
-    """taskferry transfer."""
-
-    source_base: str = Field(description="the base model that was tuned")
-    source_tuned: str = Field(description="the tuned source: a model, a PEFT LoRA, a state file or a task vector")
-    target_base: str = Field(description="the base model to move to")
-    scale: Scale | Literal["auto"] = Field("auto", description="1 is the paper; auto takes the lowest calibration loss")
-    method: str = Field("twofold", description="how it is moved: `taskferry methods` lists them")
-    engine: Literal["whole", "blockwise"] = Field(
-        "whole", description="whole models in memory, or one block of each at a time (models larger than memory)"
-    )
-    method_settings: dict[str, Any] = Field({}, description="settings of the method, such as inputs=gradients")
-    paper: bool = Field(False, description="the paper to the letter: BiCo, maps of full rank, all tokens, scale 1")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fixed(cls, given: Any) -> Any:
-        """Fills in what an engine or the paper fixes; anything else asked for beside the paper is a contradiction."""
-        if isinstance(given, dict) and given.get("engine") == "blockwise":
-            given = {"method": "bico", **given}  # models that do not fit are seen once
-        if not isinstance(given, dict) or given.get("paper") is not True:
-            return given
-        other = [name for name, value in PAPER.items() if name in given and given[name] not in (value, str(value))]
-        if other:
-            raise ValueError(f"paper fixes {', '.join(other)}: give one or the other")
-        return {**given, **PAPER}
-
-    @field_validator("method_settings", mode="before")
-    @classmethod
-    def _pairs(cls, value: Any) -> Any:
-        """`name=value` words of the command line as a YAML mapping would give them."""
-        if not isinstance(value, list):
-            return value
-        pairs = [str(word).partition("=") for word in value]
-        if any(not equals for _, equals, _ in pairs):
-            raise ValueError("give each as name=value")
-        return {name: _parse(text) for name, _, text in pairs}
-
-
 class CompareSettings(CalibrationSettings):
     """taskferry bench compare."""
 
@@ -180,9 +109,7 @@ class AnalyzeSettings(CalibrationSettings, MapSettings):
     target_base: str = Field(description="the base model to move to")
     source_tuned: str | None = Field(None, description="the tuned source: what each row moves")
     target_tuned: str | None = Field(None, description="the target tuned on the same task: what each row is held to")
-    rows: list[str] = Field(
-        ["bico, input-only", "theseus", "bico"], description="methods held to the tuned target, as tables name them"
-    )
+    rows: list[str] = Field([], description="methods held to the tuned target, as tables name them")
     along: list[str] = Field([], description="checkpoints of a fine-tune of the source base, in order")
     fresh: int = Field(100, ge=0, description="samples to measure on that the maps have not seen")
     out: Path | None = Field(None, description="a folder for analysis.json and the figures; must not exist yet")
@@ -276,7 +203,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     try:
         size = file.stat().st_size
-        loaded = _parse(file.read_text(encoding="utf-8")) if size <= MOST_YAML else None
+        loaded = parse(file.read_text(encoding="utf-8")) if size <= MOST_YAML else None
     except (OSError, ValueError, RecursionError, OverflowError, yaml.YAMLError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise TaskferryError(f"{file} cannot be read as YAML: {reason}") from error
@@ -287,7 +214,8 @@ def read_yaml(file: Path) -> dict[str, Any]:
     return loaded
 
 
-def _parse(text: str) -> Any:
+def parse(text: str) -> Any:
+    """YAML as plain data."""
     return yaml.load(text, _Plain)  # noqa: S506  (a safe loader)
 
 

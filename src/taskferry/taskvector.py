@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from taskferry.display import ROWS, panel
+from taskferry.disk.files import is_finite, is_kind, open_safetensors, write_safetensors
+from taskferry.display.tables import ROWS, panel
 from taskferry.errors import TaskferryError
-from taskferry.files import is_finite, is_kind, open_safetensors, write_safetensors
 
 if TYPE_CHECKING:
     from taskferry.coverage import Coverage
@@ -63,6 +63,39 @@ class LowRank:
 
 
 Delta = Tensor | LowRank
+
+
+class LazyDeltas(Mapping[str, "Delta"]):
+    """Changes that are read when they are asked for: of models larger than memory. All of them are matrices or vectors
+    on disk; whoever walks over them holds one at a time.
+    """
+
+    def times(self, scale: float | Mapping[str, float]) -> LazyDeltas:
+        """The same, multiplied as they are read."""
+        return _Times(self, scale)
+
+    def __contains__(self, name: object) -> bool:
+        """Without reading it."""
+        return any(name == known for known in self)
+
+
+@dataclass(frozen=True, eq=False)
+class _Times(LazyDeltas):
+    inner: LazyDeltas
+    scale: float | Mapping[str, float]
+
+    def __getitem__(self, name: str) -> Delta:
+        return scale_delta(self.inner[name], _scale_of(self.scale, name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+def _scale_of(scale: float | Mapping[str, float], name: str) -> float:
+    return scale[name] if isinstance(scale, Mapping) else scale
 
 
 def as_dense(delta: Delta) -> Tensor:
@@ -139,8 +172,12 @@ class TaskVector:
     def __sub__(self, other: TaskVector) -> TaskVector:
         return self + (-1.0) * other
 
-    def __mul__(self, scale: float) -> TaskVector:
-        return TaskVector({name: scale_delta(delta, scale) for name, delta in self.deltas.items()}, self.coverage)
+    def __mul__(self, scale: float | Mapping[str, float]) -> TaskVector:
+        """One scale for all changes, or one for each by name."""
+        if isinstance(self.deltas, LazyDeltas):
+            return TaskVector(self.deltas.times(scale), self.coverage)
+        scaled = {name: scale_delta(delta, _scale_of(scale, name)) for name, delta in self.deltas.items()}
+        return TaskVector(scaled, self.coverage)
 
     __rmul__ = __mul__
 
@@ -150,9 +187,16 @@ class TaskVector:
     def __len__(self) -> int:
         return len(self.deltas)
 
+    def take(self, names: Iterable[str]) -> TaskVector:
+        """The changes of some parameters, in memory; those that turn out to change nothing are left out."""
+        found = {name: self.deltas[name] for name in names if name in self.deltas}
+        return TaskVector({n: d for n, d in found.items() if isinstance(d, LowRank) or bool(d.any())}, self.coverage)
+
     @property
     def low_rank(self) -> bool:
         """Whether every change of a matrix is low-rank."""
+        if isinstance(self.deltas, LazyDeltas):
+            return False
         changes = [delta for delta in self.deltas.values() if len(delta.shape) > 1]
         return bool(changes) and all(isinstance(delta, LowRank) for delta in changes)
 
@@ -167,25 +211,25 @@ class TaskVector:
     @torch.no_grad()
     def add_to(self, model: nn.Module, scale: float = 1.0) -> nn.Module:
         """θ + scale · τ, in place (paper, equation 9); returns the model."""
-        for parameter, delta in self.on(model):
+        for _, parameter, delta in self.on(model):
             change = as_dense(delta)
             # Half-precision weights are summed in float32 and rounded once.
             precision = torch.promote_types(torch.promote_types(parameter.dtype, change.dtype), torch.float32)
             parameter.copy_(parameter.to(precision) + scale * change.to(parameter.device, precision))
         return model
 
-    def on(self, model: nn.Module) -> list[tuple[nn.Parameter, Delta]]:
-        """The model's parameters with their changes; a tied weight once, and every shape checked."""
+    def on(self, model: nn.Module) -> list[tuple[str, nn.Parameter, Delta]]:
+        """Every change with its name and the model's parameter; a tied weight once, and every shape checked."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         renamed = match_names(self.deltas, parameters)
-        found: dict[int, tuple[nn.Parameter, Delta]] = {}
+        found: dict[int, tuple[str, nn.Parameter, Delta]] = {}
         for name, delta in self.deltas.items():
             parameter = parameters[renamed[name]]
             if tuple(delta.shape) != tuple(parameter.shape):
                 raise TaskferryError(
                     f"{name}: a change of shape {tuple(delta.shape)} on a parameter of {tuple(parameter.shape)}"
                 )
-            found.setdefault(id(parameter), (parameter, delta))
+            found.setdefault(id(parameter), (name, parameter, delta))
         return list(found.values())
 
     def save(self, path: str | Path) -> None:

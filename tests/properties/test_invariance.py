@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from taskferry import Alignment, Batch, Calibration, LowRank, TaskVector, fit
-from taskferry.statistics import CrossCovariance
+from taskferry.engines.pair import Work
+from taskferry.maths.sums import CrossCovariance
+from tests.helpers.tiny import TINY, relative, tuned
 from tests.properties.equivariant import (
     Equivariant,
     Widths,
@@ -18,7 +20,6 @@ from tests.properties.equivariant import (
     loss,
     random_task_vector,
 )
-from tests.tiny import TINY, relative, tuned
 
 BOUND = 1e-5
 
@@ -66,7 +67,7 @@ def test_grouping_of_sites(memory: int, pair: tuple[Equivariant, Equivariant], m
         if what == "capture":
             passes.append(total)
 
-    other = fit(*pair, calibration(dtype=torch.float32), loss, statistics_memory=memory, progress=progress)
+    other = fit(*pair, calibration(dtype=torch.float32), loss, work=Work(sums_memory=memory), progress=progress)
     assert passes[0] > len(calibration())  # it did go over the calibration set more than once
     assert len(passes) == passes[0]
     assert distance(other.apply(random_task_vector(pair[0])), moved) < BOUND

@@ -18,11 +18,12 @@ from taskferry import Alignment, TaskVector
 from taskferry.checkpoints import read_adapter
 from taskferry.checkpoints.folders import check_folder
 from taskferry.checkpoints.states import read_state
+from taskferry.disk.files import write_safetensors
 from taskferry.errors import TaskferryError
-from taskferry.files import write_safetensors
-from taskferry.settings import FleetSettings, TransferSettings, load_settings
-from tests import hostile
-from tests.hostile import factors, raw_safetensors, skeleton
+from taskferry.jobs.settings import TransferSettings
+from taskferry.settings import FleetSettings, load_settings
+from tests.helpers import hostile
+from tests.helpers.hostile import factors, raw_safetensors, skeleton
 
 leaves = (
     st.none()

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 
 from taskferry.calibration.batch import Batch, Calibration
-from taskferry.capture import Paired, Side, Signals, collect_into
 from taskferry.errors import TaskferryError
-from taskferry.finding import find_sites
-from taskferry.objectives import ForwardOnly
-from taskferry.pairing import Pair
+from taskferry.fitting.capture import Side, collect
+from taskferry.fitting.objectives import ForwardOnly
+from taskferry.fitting.statistics import Capture, Paired
+from taskferry.sites.discovery import find_sites
+from taskferry.sites.pairing import Pair
 
-FORWARD = Signals(inputs="activations", outputs="activations")
+FORWARD = Capture(outputs="activations")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def agreement(first: nn.Module, model: nn.Module, batches: Sequence[Batch]) -> l
     run = ForwardOnly()
     sides = [Side(m, run.bind(m, batches)) for m in (first, model)]
     pairs = [Pair(site, site) for site in sites.values()]
-    collect_into(kept, sides[0], sides[1], pairs, Calibration((b, b) for b in batches), signals=FORWARD)
+    collect(kept, sides[0], sides[1], pairs, Calibration((b, b) for b in batches), capture=FORWARD)
     rows = []
     for name, keys in kept.reads.items():
         site, ins = sites[name], [kept.inputs[key] for key in keys]
@@ -79,7 +80,7 @@ class _Sums:
     direction: float = 0.0
     magnitude: float = 0.0
 
-    def add(self, X_A: Tensor, X_B: Tensor, keep: int | None = None) -> None:  # noqa: ARG002
+    def add(self, X_A: Tensor, X_B: Tensor) -> None:
         """One micro-batch; padding is zero on both sides in no model, so only a zero row of the first is left out."""
         alive = X_A.any(1)
         X_A, X_B = X_A[alive].double(), X_B.to(X_A)[alive].double()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from taskferry.alignment import Alignment
-from taskferry.procrustes import Map
+from taskferry.maths.procrustes import Map
 
 
 @dataclass(frozen=True)

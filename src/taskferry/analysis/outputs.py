@@ -1,7 +1,7 @@
 """How close each method brings the target to the fine-tuned target, block by block (paper, figure 2).
 
->>> curves = output_similarity(B, B_tuned, batches, {"bico": tau_B})
->>> curves["bico"][("vision", 3)], curves["bico"][("visual.proj", None)]
+>>> curves = output_similarity(B, B_tuned, batches, {"moved": tau_B})
+>>> curves["moved"][("vision", 3)], curves["moved"][("visual.proj", None)]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 
 from taskferry.analysis.agreement import agreement, by_block
 from taskferry.calibration.batch import Batch
-from taskferry.scale import moved_by
+from taskferry.fitting.scale import moved_by
 from taskferry.taskvector import TaskVector
 
 AS_IT_IS = "target as it is"

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from taskferry.alignment import Alignment
 from taskferry.analysis.moments import Moments
 from taskferry.calibration.batch import Calibration
-from taskferry.capture import BICO, Paired, Side, Signals, collect_into
-from taskferry.objectives import Objective
-from taskferry.pairing import Pair
-from taskferry.procrustes import Map
-from taskferry.sites import Site
+from taskferry.fitting.capture import BICO, Side, collect
+from taskferry.fitting.objectives import Objective
+from taskferry.fitting.statistics import Capture, Paired
+from taskferry.maths.procrustes import Map
+from taskferry.sites.pairing import Pair
+from taskferry.sites.site import Site
 
 Place = tuple[str, int | None]  # stack and block of the target
 
@@ -54,7 +55,7 @@ def similarity(
     alignment: Alignment,
     calibration: Calibration,
     objectives: tuple[Objective, Objective],
-    signals: Signals = BICO,
+    capture: Capture = BICO,
 ) -> list[SiteSimilarity]:
     """All paired sites on these samples, which need not be those that the maps were fitted on."""
     sides = [
@@ -63,7 +64,7 @@ def similarity(
     ]
     kept = _Kept(maps=_maps(alignment))
     pairs = [Pair(pair.source, pair.target) for pair in alignment.pairs]
-    collect_into(kept, sides[0], sides[1], pairs, calibration, signals=signals)
+    collect(kept, sides[0], sides[1], pairs, calibration, capture=capture)
     sites = {pair.target.name: pair.target for pair in pairs}
     return [
         sums.result("in" if sums_of is kept.inputs else "out", sites[key.partition("@")[0]])
@@ -92,7 +93,7 @@ class _Sums:
     cosine: float = 0.0
     cosine_after: float = 0.0
 
-    def add(self, X_A: Tensor, X_B: Tensor, keep: int | None = None) -> None:  # noqa: ARG002
+    def add(self, X_A: Tensor, X_B: Tensor) -> None:
         """One micro-batch; zero rows (padding, tokens without a gradient) have no direction and are left out."""
         alive = X_A.any(1) & X_B.to(X_A.device).any(1)
         X_A, X_B = X_A[alive], X_B.to(X_A)[alive]

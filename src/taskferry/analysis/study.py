@@ -19,17 +19,19 @@ from taskferry.analysis.geometry import isometries
 from taskferry.analysis.outputs import output_similarity
 from taskferry.analysis.similarity import SiteSimilarity, similarity
 from taskferry.analysis.trajectory import Trajectory
-from taskferry.bench.rows import ROWS, Mover
+from taskferry.bench.rows import Mover, rows
 from taskferry.calibration.batch import Batch
 from taskferry.calibration.data import load_samples
 from taskferry.checkpoints import Loaded, load_model, load_pair, load_tuned
+from taskferry.engines.pair import Work
+from taskferry.engines.whole import fit
 from taskferry.errors import TaskferryError
-from taskferry.families import family_of
-from taskferry.fitting import Progress, fit
+from taskferry.fitting.preparation import Prepared, prepare
+from taskferry.fitting.progress import Progress
+from taskferry.fitting.scale import moved_by
 from taskferry.methods import CannotMove, Job
-from taskferry.preparing import Prepared, prepare
-from taskferry.scale import moved_by
 from taskferry.settings import AnalyzeSettings
+from taskferry.sites import family_of
 from taskferry.taskvector import TaskVector
 from taskferry.version import __version__
 
@@ -46,7 +48,9 @@ def analyze(settings: AnalyzeSettings, *, command: str, tell: Progress | None = 
         target.model,
         prepared.calibration,
         prepared.objectives,
-        **settings.fit_options(),
+        map_rank=settings.map_rank,
+        tolerance=settings.tolerance,
+        work=Work(int(settings.statistics_memory * 2**30)),
         progress=tell,
     )
     measured = {"calibration": similarity(source.model, target.model, alignment, *_shown(prepared))}
@@ -76,9 +80,9 @@ def analyze(settings: AnalyzeSettings, *, command: str, tell: Progress | None = 
 
 
 def _check(settings: AnalyzeSettings) -> None:
-    unknown = [row for row in settings.rows if row not in ROWS]
+    unknown = [row for row in settings.rows if row not in rows()]
     if unknown:
-        raise TaskferryError(f"no row '{unknown[0]}': one of {', '.join(repr(row) for row in ROWS)}")
+        raise TaskferryError(f"no row '{unknown[0]}': one of {', '.join(repr(row) for row in rows())}")
     if (settings.source_tuned is None) != (settings.target_tuned is None) and settings.target_tuned is not None:
         raise TaskferryError("--target-tuned is compared with what moves from --source-tuned: give both")
 
@@ -86,14 +90,15 @@ def _check(settings: AnalyzeSettings) -> None:
 def _samples(settings: AnalyzeSettings, source: Loaded, target: Loaded) -> tuple[Prepared, Prepared | None]:
     """The calibration set, and others of the same data that the maps do not see; None where there are no others."""
     samples = load_samples(settings.calibration, label_column=settings.label_column)
-    prepared = prepare(settings, source, target, settings.source_tuned, samples=samples)
+    tuned = None if settings.source_tuned is None else load_tuned(settings.source_tuned, source)
+    prepared = prepare(settings, source, target, tuned, samples=samples)
     seen = set(prepared.indices)
     others = samples.take([i for i in range(len(samples)) if i not in seen])
     count = min(settings.fresh, len(others))
     if count < 2:
         return prepared, None
     other = settings.model_copy(update={"samples": count, "per_class": None, "sampler": "random"})
-    return prepared, prepare(other, source, target, settings.source_tuned, samples=others)
+    return prepared, prepare(other, source, target, tuned, samples=others)
 
 
 def _shown(prepared: Prepared) -> tuple[Any, Any]:
@@ -141,10 +146,11 @@ def _outputs(
     tau = load_tuned(str(settings.source_tuned), source).tau
     oracle = load_tuned(str(settings.target_tuned), target).tau
     tuned = oracle.add_to(load_model(settings.target_base).model.to(next(target.model.parameters()).device))
-    mover = Mover(Job(source.model, target.model, tau, prepared.calibration, prepared.objectives))
+    mover = Mover(Job.of(source.model, target.model, tau, prepared.calibration, prepared.objectives))
     moved: dict[str, TaskVector] = {}
     refused: dict[str, str] = {}
-    for row in settings.rows:
+    chosen = settings.rows or [name for name, kind in rows().items() if kind.row.compared]
+    for row in chosen:
         try:
             found, scale, _ = mover.move(row)
             moved[row] = scale * found

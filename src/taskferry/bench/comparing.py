@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from taskferry.bench.rows import ROWS, Mover
+from taskferry.bench.rows import Mover, rows
 from taskferry.calibration.batch import Batch
 from taskferry.calibration.data import load_samples
 from taskferry.checkpoints import Loaded, load_model, load_tuned
-from taskferry.checkpoints.output import check_free
+from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.scoring import evaluate
+from taskferry.fitting.objectives import Classifier
+from taskferry.fitting.preparation import prepare
+from taskferry.fitting.scale import moved_by
 from taskferry.methods import Job, find
-from taskferry.objectives import Classifier
-from taskferry.preparing import prepare
-from taskferry.scale import moved_by
 from taskferry.settings import CompareSettings
 from taskferry.taskvector import TaskVector
 
@@ -65,17 +65,17 @@ def compare(settings: CompareSettings, tell: Callable[[str, float], None] | None
         for end in (".json", ".md"):
             check_free(settings.out.with_suffix(end))
     chosen = {find(name).name for name in settings.methods}
-    rows = [row for row, kind in ROWS.items() if not chosen or kind.method in chosen]
+    wanted = [row for row, kind in rows().items() if not chosen or kind.method.name in chosen]
     source, target = load_model(settings.source_base), load_model(settings.target_base)
-    tau = load_tuned(settings.source_tuned, source).tau
+    tuned = load_tuned(settings.source_tuned, source)
     test = _test_batches(settings, source, target)
     result = Comparison("", settings=settings.model_dump(mode="json"))
     for seed in range(settings.seed, settings.seed + settings.seeds):
-        prepared = prepare(settings.model_copy(update={"seed": seed}), source, target, settings.source_tuned)
+        prepared = prepare(settings.model_copy(update={"seed": seed}), source, target, tuned)
         objective, shots = prepared.objectives[1], prepared.calibration.side(1)
         result.metric = "accuracy" if isinstance(objective, Classifier) else "loss"
-        mover = Mover(Job(source.model, target.model, tau, prepared.calibration, prepared.objectives))
-        for row in ["target as it is", *rows]:
+        mover = Mover(Job.of(source.model, target.model, tuned.tau, prepared.calibration, prepared.objectives))
+        for row in ["target as it is", *wanted]:
             try:
                 moved, scale, seconds = (TaskVector({}), 0.0, 0.0) if row == "target as it is" else mover.move(row)
             except TaskferryError as error:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from taskferry.bench.recipe import ModelSpec, Recipe
-from taskferry.bench.rows import ROWS
+from taskferry.bench.rows import rows as known_rows
 from taskferry.checkpoints import load_model
 from taskferry.errors import TaskferryError
-from taskferry.families import family_of
+from taskferry.sites import family_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def plan_recipe(recipe: Recipe, models: Path) -> RecipePlan:
     for cell in cells:
         samples = cell.count * (recipe.tasks[cell.task].classes if cell.per_class else 1)
         for place, name in enumerate((cell.source, cell.target)):
-            passes = sum(ROWS[row].passes[place] for row in cell.rows)
+            passes = sum(known_rows()[row].row.passes[place] for row in cell.rows)
             moving += 6.0 * sizes[name].parameters * sizes[name].tokens * samples * passes
     tasks = {n: t.given if t.config is None else f"{t.given} ({t.config})" for n, t in recipe.tasks.items()}
     pairs = tuple(recipe.pairs)

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from taskferry.bench.rows import ROWS
+from taskferry.bench.rows import rows
+from taskferry.calibration.choices import ObjectiveName, Sampler
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.finetuning import FineTuning
-from taskferry.options import ObjectiveName, Sampler
 from taskferry.settings import Settings, load_settings, read_yaml
 
 SHARED = "shared"  # the folder of pieces that several recipes name
@@ -82,7 +82,7 @@ class Recipe(Settings):
     def _complete(self) -> Recipe:
         wrong = [f"no model '{name}'" for pair in self.pairs for name in pair if name not in self.models]
         wrong += [f"no task '{task}'" for task in self.costly_tasks if task not in self.tasks]
-        wrong += [f"no row '{row}': one of {', '.join(ROWS)}" for row in self.rows if row not in ROWS]
+        wrong += [f"no row '{row}': one of {', '.join(rows())}" for row in self.rows if row not in rows()]
         if bool(self.samples) == bool(self.per_class):
             wrong.append("give samples or per_class, not both")
         if wrong:
@@ -99,8 +99,8 @@ class Recipe(Settings):
                         for count in counts:
                             costly = seed < self.costly_seeds and (not self.costly_at or count in self.costly_at)
                             costly = costly and (not self.costly_tasks or task in self.costly_tasks)
-                            rows = tuple(row for row in self.rows if costly or not ROWS[row].costly)
-                            yield Cell(pair[0], pair[1], task, sampler, count, bool(self.per_class), seed, rows)
+                            chosen = tuple(row for row in self.rows if costly or not rows()[row].costly)
+                            yield Cell(pair[0], pair[1], task, sampler, count, bool(self.per_class), seed, chosen)
 
 
 @dataclass(frozen=True)

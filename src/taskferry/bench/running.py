@@ -17,20 +17,20 @@ from typing import Any
 from torch import nn
 
 from taskferry.bench.recipe import Cell, Recipe
-from taskferry.bench.rows import ROWS, Mover
+from taskferry.bench.rows import Mover, rows
 from taskferry.calibration.batch import Batch
 from taskferry.calibration.data import Samples, load_samples
 from taskferry.calibration.samplers import choose
 from taskferry.checkpoints import Loaded, load_model
 from taskferry.checkpoints.loaded import to_device
+from taskferry.disk.files import hash_parameters
 from taskferry.errors import TaskferryError
 from taskferry.evaluation import Pool, evaluate, finetune
 from taskferry.evaluation.finetuning import LazyBatches
-from taskferry.fitting import hash_parameters
+from taskferry.fitting.objectives import Classifier, LinearProbe, NewHead, Prototypes
+from taskferry.fitting.preparation import Prepared, prepare, zero_shot
+from taskferry.fitting.scale import moved_by
 from taskferry.methods import Job
-from taskferry.objectives import Classifier, LinearProbe, NewHead, Prototypes
-from taskferry.preparing import Prepared, prepare, zero_shot
-from taskferry.scale import moved_by
 from taskferry.settings import CalibrationSettings
 from taskferry.taskvector import TaskVector
 
@@ -147,7 +147,7 @@ class Bench:
             self._fixed[key] = list(self._base_rows(cell, prepared))
         yield from self._fixed[key]
         tau = self.tuned(cell.source, cell.task)
-        mover = Mover(Job(source.model, target.model, tau, prepared.calibration, prepared.objectives))
+        mover = Mover(Job.of(source.model, target.model, tau, prepared.calibration, prepared.objectives))
         for row in cell.rows:
             once = (*key, row)
             if once in self._fixed:
@@ -160,7 +160,7 @@ class Bench:
                 yield {"row": row, "refused": str(error)}
                 continue
             record = {"row": row, "score": score, "scale": round(scale, 3), "seconds": round(seconds, 2)}
-            if self.recipe.kind == "zero-shot" and not ROWS[row].drawn:
+            if self.recipe.kind == "zero-shot" and not rows()[row].drawn:
                 self._fixed[once] = [record]  # neither the move nor the head depends on the draw
             yield record
 

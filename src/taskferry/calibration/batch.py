@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from taskferry.disk.files import hash_tensor
 from taskferry.errors import TaskferryError
-from taskferry.files import hash_tensor
 
 IGNORED = -100  # a label position that no loss counts, in torch and transformers alike
 
@@ -27,6 +27,7 @@ class Batch:
     labels: Tensor | None = None  # [n], a class each
     ids: tuple[int, ...] = ()  # which samples, to check that both models see the same
     spans: Mapping[str, Tensor] = field(default_factory=dict)  # stream -> [n, L, 2] character offsets
+    number: int | None = None  # its place in a calibration set
 
     def __len__(self) -> int:
         return int(next(iter(self.inputs.values())).shape[0])
@@ -58,7 +59,10 @@ class Calibration:
     """
 
     def __init__(self, pairs: Iterable[tuple[Batch, Batch]]) -> None:
-        self.pairs: Sequence[tuple[Batch, Batch]] = list(pairs)
+        numbered = enumerate(pairs)
+        self.pairs: Sequence[tuple[Batch, Batch]] = [
+            (replace(A, number=i), replace(B, number=i)) for i, (A, B) in numbered
+        ]
         if not self.pairs:
             raise TaskferryError("the calibration set is empty: about a hundred samples are needed")
         for i, (A, B) in enumerate(self.pairs):

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from taskferry.calibration.bounds import check_data_file, open_picture
+from taskferry.disk.files import MOST_JSON, writing
+from taskferry.disk.temporary import sweep, temporary_folder
 from taskferry.errors import TaskferryError
-from taskferry.files import MOST_JSON, writing
-from taskferry.temporary import sweep, temporary_folder
 
 Kind = Literal["image", "messages", "prompt", "text"]
 

@@ -11,8 +11,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from taskferry.calibration.choices import Sampler
 from taskferry.errors import TaskferryError
-from taskferry.options import Sampler
 
 
 def choose(

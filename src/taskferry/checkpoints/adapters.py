@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from taskferry.checkpoints.folders import check_inside
 from taskferry.checkpoints.patterns import Patterns, is_positive
 from taskferry.checkpoints.states import read_state
+from taskferry.disk.files import not_finite, read_json, write_plain_safetensors
 from taskferry.errors import TaskferryError
-from taskferry.files import not_finite, read_json, write_plain_safetensors
-from taskferry.finding import find_sites
-from taskferry.sites import Site
+from taskferry.sites.discovery import find_sites
+from taskferry.sites.site import Site
 from taskferry.taskvector import Delta, LowRank, TaskVector, match_names
 
 CONFIG = "adapter_config.json"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from taskferry.disk.files import read_json
 from taskferry.errors import TaskferryError
-from taskferry.files import read_json
 
 
 def check_folder(folder: Path) -> None:

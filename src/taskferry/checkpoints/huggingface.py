@@ -13,8 +13,8 @@ from torch import nn
 
 from taskferry.checkpoints.folders import check_folder, check_inside
 from taskferry.checkpoints.loaded import Loaded
+from taskferry.disk.files import read_json
 from taskferry.errors import TaskferryError
-from taskferry.files import read_json
 from taskferry.taskvector import TaskVector
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.index.json", "*.gguf")
@@ -75,12 +75,12 @@ def skeleton(folder: Path) -> tuple[nn.Module, torch.dtype]:
     return model.float().eval().requires_grad_(False), stored
 
 
-def write(target: Loaded, tau: TaskVector, scale: float, folder: Path) -> None:
+def write(target: Loaded, tau: TaskVector, folder: Path) -> None:
     """Like the target's folder: its precision, shard size, configuration, tokenizer, processor."""
     if target.folder is None:
         raise ValueError("a Hugging Face model has a folder")
     model, _ = _from_pretrained(type(target.model), target.folder, "auto")
-    tau.add_to(model, scale)
+    tau.add_to(model)
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in target.absent}
     shards = sorted(target.folder.glob("*-of-*.safetensors")) or sorted(target.folder.glob("*-of-*.bin"))
     size = max(file.stat().st_size for file in shards) if shards else 50 * 10**9

@@ -2,7 +2,7 @@
 
     >>> A = load_model("path/or/hub-id@revision")
     >>> tau = load_tuned("path/to/tuned", A).tau
-    >>> write_model(B, moved, scale, folder)
+    >>> write_model(B, moved, folder)
 
 Each format is one file beside this one: `owns`, `load`, `write`, `tokenizer`, `image_transform`.
 """
@@ -22,8 +22,8 @@ from taskferry.checkpoints import huggingface, openclip, timm
 from taskferry.checkpoints.adapters import Adapter, Skeleton, is_adapter, read_adapter
 from taskferry.checkpoints.loaded import Loaded, to_device
 from taskferry.checkpoints.states import is_state_file, read_state
+from taskferry.disk.files import is_finite
 from taskferry.errors import TaskferryError
-from taskferry.files import is_finite
 from taskferry.taskvector import Delta, TaskVector, is_task_vector, match_names
 
 _FORMATS: tuple[ModuleType, ...] = (openclip, timm, huggingface)
@@ -76,6 +76,7 @@ class Tuned:
     tau: TaskVector
     adapter: Adapter | None = None
     ignored: Mapping[str, str] = field(default_factory=dict)  # what it holds beside changes of the base
+    given: str = ""  # what the user wrote
 
 
 def load_pair(source: str, target: str, device: str) -> tuple[Loaded, Loaded]:
@@ -91,10 +92,10 @@ def load_tuned(given: str, base: Loaded) -> Tuned:
     path = Path(given)
     if is_adapter(path):
         adapter = read_adapter(path, Skeleton.of(base.model))
-        return Tuned(adapter.tau, adapter, adapter.ignored)
+        return Tuned(adapter.tau, adapter, adapter.ignored, given)
     if path.is_file():
         if path.suffix == ".safetensors" and is_task_vector(path):
-            return Tuned(TaskVector.load(path))
+            return Tuned(TaskVector.load(path), given=given)
         if is_state_file(path):
             return _from_state(path, base.model)
         raise TaskferryError(f"{given} is no tuned model: a folder, a .safetensors or a .pt state file is needed")
@@ -118,7 +119,7 @@ def load_tuned(given: str, base: Loaded) -> Tuned:
     keep = shared - reshaped
     tau = TaskVector.between({n: before[n] for n in before if n in keep}, {n: after[n] for n in keep})
     heads = [*tuned.extra.get("unexpected", ()), *sorted(set(after) - set(before)), *sorted(reshaped)]
-    return Tuned(tau, None, dict.fromkeys(heads, "a task head that the base does not have in this form"))
+    return Tuned(tau, None, dict.fromkeys(heads, "a task head that the base does not have in this form"), given)
 
 
 def in_body(name: str) -> bool:
@@ -126,9 +127,9 @@ def in_body(name: str) -> bool:
     return any(part.isdigit() for part in name.split(".")) or "embed" in name
 
 
-def write_model(target: Loaded, tau: TaskVector, scale: float, folder: Path) -> None:
-    """The target with scale · τ added, in the target's own format, precision and shards."""
-    target.format.write(target, tau, scale, folder)
+def write_model(target: Loaded, tau: TaskVector, folder: Path) -> None:
+    """The target with τ added, in the target's own format, precision and shards."""
+    target.format.write(target, tau, folder)
 
 
 def _from_state(path: Path, base: nn.Module) -> Tuned:
@@ -156,7 +157,7 @@ def _from_state(path: Path, base: nn.Module) -> Tuned:
         if bool(change.any()):
             deltas[base_name] = change
     ignored = dict.fromkeys((n for n in state if n not in names), "the base has no such parameter")
-    return Tuned(TaskVector(deltas), None, ignored)
+    return Tuned(TaskVector(deltas), None, ignored, str(path))
 
 
 def _known(name: str, parameters: dict[str, nn.Parameter]) -> bool:

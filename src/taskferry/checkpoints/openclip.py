@@ -11,8 +11,8 @@ from torch import nn
 from taskferry.checkpoints.folders import check_folder
 from taskferry.checkpoints.loaded import Loaded
 from taskferry.checkpoints.states import add_to_state, read_state
+from taskferry.disk.files import read_json, write_plain_safetensors
 from taskferry.errors import TaskferryError
-from taskferry.files import read_json, write_plain_safetensors
 from taskferry.taskvector import TaskVector
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
@@ -68,9 +68,9 @@ def load(where: str, like: nn.Module | None) -> tuple[nn.Module, Path | None, se
     )
 
 
-def write(target: Loaded, tau: TaskVector, scale: float, folder: Path) -> None:
+def write(target: Loaded, tau: TaskVector, folder: Path) -> None:
     """A folder that `open_clip.create_model("local-dir:…")` loads, in the target's precision."""
-    state = add_to_state(read_state(target.extra["weights"]), tau, scale)
+    state = add_to_state(read_state(target.extra["weights"]), tau)
     write_plain_safetensors(folder / WEIGHTS, state)
     (folder / CONFIG).write_text(json.dumps(target.extra["config"], indent=2), encoding="utf-8")
 

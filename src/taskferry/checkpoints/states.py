@@ -82,12 +82,12 @@ def _checked(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def add_to_state(state: dict[str, Tensor], tau: TaskVector, scale: float) -> dict[str, Tensor]:
-    """State + scale · τ, each tensor in its own precision."""
+def add_to_state(state: dict[str, Tensor], tau: TaskVector) -> dict[str, Tensor]:
+    """State + τ, each tensor in its own precision."""
     names = match_names(tau.deltas, state)
     changed = dict(state)
     for name, delta in tau.deltas.items():
         change = as_dense(delta)
         before = state[names[name]]
-        changed[names[name]] = (before.to(change.dtype) + scale * change).to(before.dtype)
+        changed[names[name]] = (before.to(change.dtype) + change).to(before.dtype)
     return changed

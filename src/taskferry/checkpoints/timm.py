@@ -10,8 +10,8 @@ from torch import nn
 from taskferry.checkpoints.folders import check_folder
 from taskferry.checkpoints.loaded import Loaded
 from taskferry.checkpoints.states import add_to_state, read_state
+from taskferry.disk.files import read_json, write_plain_safetensors
 from taskferry.errors import TaskferryError
-from taskferry.files import read_json, write_plain_safetensors
 from taskferry.taskvector import TaskVector
 
 
@@ -44,11 +44,11 @@ def load(
     return model.float(), Path(where), set(), {"dtype": stored, "image_size": image_size}
 
 
-def write(target: Loaded, tau: TaskVector, scale: float, folder: Path) -> None:
+def write(target: Loaded, tau: TaskVector, folder: Path) -> None:
     """config.json as it is, and model.safetensors in the target's precision."""
     if target.folder is None:
         raise ValueError("a timm model has a folder")
-    state = add_to_state(read_state(_weights(target.folder)), tau, scale)
+    state = add_to_state(read_state(_weights(target.folder)), tau)
     write_plain_safetensors(folder / "model.safetensors", state)
     (folder / "config.json").write_bytes((target.folder / "config.json").read_bytes())
 

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from taskferry.analysis.study import analyze
-from taskferry.checkpoints.output import check_free
 from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
 from taskferry.cli.screen import Screen, plain, print_json
 from taskferry.cli.transfer import command_line
+from taskferry.disk.staging import check_free
 from taskferry.report.analysis import all_figures, analysis_report
 from taskferry.report.command import write_analysis
 from taskferry.report.parts import Figure

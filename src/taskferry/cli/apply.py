@@ -9,7 +9,7 @@ import typer
 from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
 from taskferry.cli.screen import Screen
 from taskferry.cli.transfer import command_line
-from taskferry.pipeline import apply_alignment
+from taskferry.jobs.apply import apply_alignment
 from taskferry.settings import ApplySettings, load_settings
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from taskferry.cli.options import Json
 from taskferry.cli.screen import plain, print_json
-from taskferry.pipeline import difference
+from taskferry.jobs.apply import difference
 
 
 def register(app: typer.Typer) -> None:

@@ -13,8 +13,8 @@ from rich.console import Console
 from taskferry.checkpoints import load_model
 from taskferry.cli.options import Json
 from taskferry.cli.screen import plain, print_json
-from taskferry.finding import find_sites
-from taskferry.pairing import pair_sites
+from taskferry.sites.discovery import find_sites
+from taskferry.sites.pairing import pair_sites
 
 EXTRAS = {
     "transformers": "hf",

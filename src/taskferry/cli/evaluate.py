@@ -10,9 +10,9 @@ from rich.console import Console
 
 from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
 from taskferry.cli.screen import plain, print_json
+from taskferry.display.bars import Bar
 from taskferry.evaluation.command import evaluate_command
-from taskferry.hub import add_score
-from taskferry.progress import Bar
+from taskferry.integrations.hub import add_score
 from taskferry.settings import EvaluateSettings, load_settings
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import typer
 
-from taskferry.card import site_table
 from taskferry.cli.options import DryRun, Json, Quiet, YamlFile, with_settings
 from taskferry.cli.screen import Screen, plain, print_json
-from taskferry.pipeline import fit_alignment
-from taskferry.settings import FitSettings, load_settings
+from taskferry.jobs.fit import fit_alignment
+from taskferry.jobs.settings import FitSettings
+from taskferry.settings import load_settings
 
 
 def register(app: typer.Typer) -> None:
@@ -29,9 +29,12 @@ def run(
     if alignment is None:
         return
     if as_json:
-        print_json({"written": str(settings.out), "provenance": alignment.provenance, "sites": site_table(alignment)})
+        print_json({"written": str(settings.out), "provenance": alignment.provenance, "sites": alignment.table()})
     elif not quiet:
         screen.console.print(
             f"\n[bold green]fitted[/] {len(alignment.pairs)} pairs of sites into {plain(settings.out)}"
         )
+        for note in alignment.provenance.values():
+            if isinstance(note, str) and note.startswith("fitted without"):
+                screen.console.print(f"[dim]  {plain(note)}; give --source-tuned a fine-tune for the rest[/]")
         screen.console.print(f"[bold]next[/]   taskferry apply {plain(settings.out)} my-lora --out my-lora-moved")

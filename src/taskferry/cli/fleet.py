@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from taskferry.cli.options import Json, Quiet
 from taskferry.cli.screen import plain, print_json
-from taskferry.engines.fleet import FleetReporter, run_fleet
+from taskferry.fleet.run import FleetReporter, run_fleet
 from taskferry.settings import FleetSettings, load_settings
 
 PlanFile = Annotated[Path, typer.Argument(help="a YAML file: adapters, out, and moves with their alignments")]
@@ -53,6 +53,7 @@ def run(plan: PlanFile, quiet: Quiet = False, as_json: Json = False) -> None:
         )
         for reason, count in list(summary["reasons"].items())[:5]:
             console.print(f"[dim]  {count} failed: {plain(reason)}[/]")
+        console.print(f"[dim]  what became of each: {plain(summary['manifest'])}[/]")
         console.print(f"[bold]next[/]   open {plain(settings.out)}/summary.html; mend what failed and run it again")
     if summary["failed"]:
         raise typer.Exit(FAILED)

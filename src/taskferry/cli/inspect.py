@@ -10,14 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from taskferry.alignment import Alignment, is_alignment
-from taskferry.card import site_table
 from taskferry.checkpoints import is_adapter, load_model
 from taskferry.checkpoints.states import read_state
 from taskferry.cli.options import Json
 from taskferry.cli.screen import plain, print_json
+from taskferry.disk.files import read_json
 from taskferry.errors import TaskferryError
-from taskferry.files import read_json
-from taskferry.finding import find_sites
+from taskferry.sites.discovery import find_sites
 from taskferry.taskvector import LowRank, TaskVector, is_task_vector
 
 
@@ -64,7 +63,7 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
         if is_alignment(path):
             found = Alignment.load(path)
             models = (found.model("source")["class"], found.model("target")["class"])
-            return f"alignment from {models[0]} to {models[1]}: {len(found.pairs)} pairs of sites", site_table(found)
+            return f"alignment from {models[0]} to {models[1]}: {len(found.pairs)} pairs of sites", found.table()
         raise TaskferryError(f"{given} is neither an alignment nor a task vector of taskferry")
     model = load_model(given).model
     sites = find_sites(model)

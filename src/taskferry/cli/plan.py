@@ -8,8 +8,9 @@ import typer
 
 from taskferry.cli.options import Json, YamlFile, with_settings
 from taskferry.cli.screen import Screen
-from taskferry.pipeline import plan_transfer
-from taskferry.settings import PlanSettings, load_settings
+from taskferry.jobs.fit import plan_transfer
+from taskferry.jobs.settings import PlanSettings
+from taskferry.settings import load_settings
 
 
 def register(app: typer.Typer) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
 from taskferry.cli.screen import plain, print_json
-from taskferry.hub import push
+from taskferry.integrations.hub import push
 from taskferry.settings import PushSettings, load_settings
 
 

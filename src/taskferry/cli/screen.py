@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from taskferry.outcome import Outcome, Reporter
-from taskferry.plan import Plan
-from taskferry.progress import Bars
+from taskferry.display.bars import Bars
+from taskferry.jobs.cost import Plan
+from taskferry.jobs.record import Outcome, Reporter
 
 
 def plain(text: object) -> str:

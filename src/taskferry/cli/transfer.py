@@ -10,8 +10,10 @@ import typer
 
 from taskferry.cli.options import DryRun, Json, Quiet, YamlFile, with_settings
 from taskferry.cli.screen import Screen
-from taskferry.pipeline import transfer
-from taskferry.settings import TransferSettings, load_settings
+from taskferry.engines.ranks import rank_and_size
+from taskferry.jobs.settings import TransferSettings
+from taskferry.jobs.transfer import transfer
+from taskferry.settings import load_settings
 
 
 def register(app: typer.Typer) -> None:
@@ -27,7 +29,7 @@ def run(
     screen = Screen(quiet=quiet, as_json=as_json, show_plan=dry_run)
     with screen.bars():
         outcome = transfer(settings, command=command_line(), reporter=screen, dry_run=dry_run)
-    if outcome is None:
+    if outcome is None or rank_and_size()[0] > 0:
         return
     if outcome.written is None:
         screen.verdict(outcome, "try more samples, another objective, or --scale 1 to write it all the same")

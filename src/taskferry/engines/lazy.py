@@ -1,6 +1,6 @@
 """A model whose weights stay on disk: an empty skeleton, and files that are read a block at a time.
 
-    >>> lazy = LazyModel(folder)
+    >>> lazy = LazyModel(given, folder)
     >>> with lazy.weights(lazy.under("model.layers.3")):
     ...     lazy.model.get_submodule("model.layers.3")(hidden)
 
@@ -10,6 +10,10 @@ time, and each file is closed again, so that no mapped page stays resident.
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +24,10 @@ from torch import Tensor, nn
 
 from taskferry.checkpoints import Loaded, huggingface
 from taskferry.checkpoints.folders import read_index
-from taskferry.engines.memory import give_back
+from taskferry.disk.files import hash_tensor, is_finite, write_plain_safetensors
+from taskferry.engines.memory import freed
 from taskferry.errors import TaskferryError
-from taskferry.files import is_finite
-from taskferry.taskvector import TaskVector, as_dense, match_names
+from taskferry.taskvector import LazyDeltas, TaskVector, as_dense, match_names
 
 INDEX = "model.safetensors.index.json"
 
@@ -31,9 +35,10 @@ INDEX = "model.safetensors.index.json"
 class LazyModel:
     """A Hugging Face folder as an empty model, with its parameters by name on disk."""
 
-    def __init__(self, given: str, folder: Path, changes: TaskVector | None = None) -> None:
-        self.given, self.folder = given, folder
-        self.changes = {} if changes is None else dict(changes.deltas)  # added to what is read
+    def __init__(self, given: str, folder: Path, device: str = "cpu") -> None:
+        self.given, self.folder, self.device = given, folder, torch.device(device)
+        self.changes = TaskVector({})  # added to what is read
+        self._cache: dict[str, Tensor] = {}  # what several readers of one part of the weights share
         self.model, self.dtype = huggingface.skeleton(folder)
         self.files = _files(folder)
         self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
@@ -46,6 +51,16 @@ class LazyModel:
                 f"{given} cannot be walked block by block: its files call '{lost}' by another name; save it again with "
                 "save_pretrained, or use the engine 'whole'"
             ) from error
+
+        for module in self.model.modules():  # rotary tables and the like: all that the skeleton holds itself
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(self.device)
+
+    def plus(self, changes: TaskVector) -> LazyModel:
+        """The same model with changes added as it is read; it shares the skeleton."""
+        other = copy.copy(self)
+        other.changes = changes
+        return other
 
     def loaded(self) -> Loaded:
         """For tokenizers and transforms: the skeleton, with where it came from."""
@@ -61,10 +76,22 @@ class LazyModel:
         return [name for name in self.shapes if not name.startswith(inside)]
 
     def read(self, names: Iterable[str], dtype: torch.dtype | None = torch.float32) -> Iterator[tuple[str, Tensor]]:
-        """Parameters as they are stored, or in another precision; changes are added to float32."""
+        """Parameters as they are stored, or in another precision; changes are added in float32."""
+        for name, stored in self._stored_values(names):
+            # A copy in any case: nothing may point into the mapped file.
+            value = stored.to(dtype or stored.dtype, copy=True)
+            if name in self.changes.deltas:
+                change = as_dense(self.changes.deltas[name])
+                value = (value.float() + change.to(value.device, torch.float32)).to(value.dtype)
+            yield name, value
+
+    def _stored_values(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         by_file: dict[Path, list[str]] = {}
         for name in names:
-            by_file.setdefault(self.files[self.stored[name]], []).append(name)
+            if name in self._cache:
+                yield name, self._cache[name]
+            else:
+                by_file.setdefault(self.files[self.stored[name]], []).append(name)
         for path, inside in by_file.items():
             try:
                 with safe_open(str(path), framework="pt") as file:
@@ -72,21 +99,28 @@ class LazyModel:
                         tensor: Tensor = file.get_tensor(self.stored[name])
                         if not is_finite(tensor):
                             raise TaskferryError(f"{path}: {name} holds numbers that are not finite: it is damaged")
-                        # A copy in any case: nothing may point into the mapped file.
-                        value = tensor.to(dtype or tensor.dtype, copy=True)
-                        if name in self.changes:
-                            value += as_dense(self.changes[name]).to(value)
-                        yield name, value
+                        yield name, tensor
             except (SafetensorError, OSError) as error:
                 raise TaskferryError(f"{path} cannot be read: {error}") from error
+
+    @contextmanager
+    def cached(self, names: Iterable[str], wanted: bool = True) -> Iterator[None]:
+        """Inside, these parameters are read once from disk, however often they are asked for."""
+        if wanted:
+            self._cache.update({name: value.clone() for name, value in self._stored_values(list(names))})
+        try:
+            yield
+        finally:
+            self._cache.clear()
 
     @contextmanager
     def weights(self, names: Iterable[str]) -> Iterator[None]:
         """Parameters in memory while inside."""
         names = list(names)
+        size = sum(4 * math.prod(self.shapes[name]) for name in names)
         try:
             for name, value in self.read(names):
-                self._set(name, nn.Parameter(value, requires_grad=False))
+                self._set(name, nn.Parameter(value.to(self.device), requires_grad=False))
             self._tie()
             yield
         finally:
@@ -94,7 +128,38 @@ class LazyModel:
                 empty = torch.empty(self.shapes[name], device="meta")
                 self._set(name, nn.Parameter(empty, requires_grad=False))
             self._tie()
-            give_back()
+            freed(size)
+
+    def hash(self) -> str:
+        """As of the model in memory."""
+        digest = hashlib.sha256()
+        for name in self.shapes:
+            hash_tensor(digest, name, next(self.read([name]))[1])
+        return digest.hexdigest()
+
+    def write(self, tau: TaskVector, folder: Path, parts: Iterable[list[str]]) -> None:
+        """The model with τ added, in its own precision, a shard for each part of its parameters."""
+        moved, total = self.plus(tau), 0
+        shards: dict[str, str] = {}
+        parts = [part for part in parts if part]
+        for number, names in enumerate(parts, 1):
+            file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+            tensors = {self.stored[name]: value for name, value in moved.read(names, dtype=None)}
+            write_plain_safetensors(folder / file, tensors)
+            shards |= dict.fromkeys(tensors, file)
+            total += sum(value.nbytes for value in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shards.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        huggingface.copy_side_files(self.folder, folder)
+
+    def check(self, folder: Path, tau: TaskVector) -> None:
+        """Read what was written, one parameter at a time, and compare it with what was meant."""
+        written = LazyModel(str(folder), folder)
+        meant = self.plus(tau)
+        for name in self.shapes:
+            found, value = (next(model.read([name], dtype=None))[1] for model in (written, meant))
+            if found.dtype != value.dtype or not torch.equal(found, value):
+                raise TaskferryError(f"{name} was not written as it was meant: nothing was kept")
 
     def _set(self, name: str, parameter: nn.Parameter) -> None:
         path, _, leaf = name.rpartition(".")
@@ -122,3 +187,52 @@ def _files(folder: Path) -> dict[str, Path]:
     if not found:
         raise TaskferryError(f"{folder} has no safetensors files: block by block needs them")
     return found
+
+
+class DiskDeltas(LazyDeltas):
+    """Dense changes in files of a folder, one file a part."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, Path] = {}
+
+    def put(self, changes: TaskVector) -> None:
+        """Write more of them."""
+        if len(changes):
+            path = self.folder / f"{len(set(self.files.values()))}.safetensors"
+            write_plain_safetensors(path, {name: as_dense(delta) for name, delta in changes.deltas.items()})
+            self.files |= dict.fromkeys(changes.deltas, path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(str(self.files[name]), framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor.clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+class Difference(LazyDeltas):
+    """tuned − base of two models on disk."""
+
+    def __init__(self, base: LazyModel, tuned: LazyModel) -> None:
+        if tuned.shapes != base.shapes:
+            both = (tuned.shapes, base.shapes)
+            strange = sorted(n for n in both[0].keys() | both[1].keys() if both[0].get(n) != both[1].get(n))
+            raise TaskferryError(
+                f"{tuned.given} and {base.given} differ in {strange[0]}: give the base model that was tuned"
+            )
+        self.base, self.tuned = base, tuned
+
+    def __getitem__(self, name: str) -> Tensor:
+        after, before = (next(model.read([name]))[1] for model in (self.tuned, self.base))
+        return after.sub_(before)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.base.shapes)
+
+    def __len__(self) -> int:
+        return len(self.base.shapes)

@@ -9,6 +9,7 @@ from typing import Any
 
 _MMAP_THRESHOLD = -3  # glibc's name for the size from which an allocation is a mapping of its own
 _SIZE = 1 << 20
+_WORTH = 1 << 28  # bytes
 
 
 @lru_cache
@@ -20,6 +21,18 @@ def _libc() -> Any:
         return libc if hasattr(libc, "malloc_trim") else None
     except (OSError, AttributeError):
         return None  # another system: its allocator does as it likes
+
+
+_freed = 0
+
+
+def freed(size: int) -> None:
+    """So many bytes more are free: given back in large parts, for collecting garbage takes a tenth of a second."""
+    global _freed
+    _freed += size
+    if _freed > _WORTH:
+        _freed = 0
+        give_back()
 
 
 def give_back() -> None:

@@ -8,13 +8,13 @@ from taskferry.calibration.data import Samples, load_samples
 from taskferry.calibration.samplers import choose
 from taskferry.checkpoints import Loaded, load_model, load_tuned
 from taskferry.checkpoints.loaded import to_device
+from taskferry.display.bars import Tell
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.finetuning import LazyBatches
 from taskferry.evaluation.pool import Pool
 from taskferry.evaluation.scoring import Score, evaluate
-from taskferry.objectives import Classifier, Head, LanguageModel, Objective, is_language_model
-from taskferry.preparing import has_text_tower, named_classifier
-from taskferry.progress import Tell
+from taskferry.fitting.objectives import Classifier, Head, LanguageModel, Objective, is_language_model
+from taskferry.fitting.preparation import has_text_tower, named_classifier
 from taskferry.settings import EvaluateSettings
 
 

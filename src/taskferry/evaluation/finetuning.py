@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from taskferry.calibration.batch import Batch
-from taskferry.capture import device_of
+from taskferry.disk.files import hash_parameters, open_safetensors, write_safetensors
+from taskferry.display.bars import Tell, told
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.scoring import evaluate
-from taskferry.files import open_safetensors, write_safetensors
-from taskferry.fitting import hash_parameters
-from taskferry.objectives import Classifier, NewHead, Objective
-from taskferry.progress import Tell, told
+from taskferry.fitting.capture import device_of
+from taskferry.fitting.objectives import Classifier, NewHead, Objective
 from taskferry.settings import Settings
 
 CHECKPOINT, KIND = "checkpoint.safetensors", "taskferry-finetuning"
@@ -121,7 +120,7 @@ def finetune(
         trained = {**trained, **{f"new head.{n}": p for n, p in head.named_parameters()}}
     rates = [group["lr"] for group in groups]
     optimiser = torch.optim.AdamW(groups, weight_decay=chosen.weight_decay)
-    keep = None if folder is None else Path(folder) / CHECKPOINT
+    checkpoint = None if folder is None else Path(folder) / CHECKPOINT
     identity = {
         **chosen.model_dump(),
         "weights": hash_parameters(model),
@@ -129,8 +128,10 @@ def finetune(
         "samples": len(data),
         "objective": objective.describe(),
     }
-    resumable = keep is not None and keep.exists()
-    history = _resume(keep, model, trained, optimiser, identity) if keep is not None and resumable else History()
+    resumable = checkpoint is not None and checkpoint.exists()
+    history = (
+        _resume(checkpoint, model, trained, optimiser, identity) if checkpoint is not None and resumable else History()
+    )
     device, was_training = device_of(model), model.training
     model.train()
     total = 0.0
@@ -160,8 +161,8 @@ def finetune(
                 model.train()
                 history.looks.append((done, total / ((done - 1) % chosen.every + 1), score))
                 total = 0.0
-                if keep is not None:
-                    _save(keep, model, trained, optimiser, done, chosen, identity, history)
+                if checkpoint is not None:
+                    _save(checkpoint, model, trained, optimiser, done, chosen, identity, history)
     finally:
         model.train(was_training)
         for name, parameter in model.named_parameters():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from taskferry.calibration.batch import Batch
 from taskferry.calibration.data import Samples
 from taskferry.checkpoints import Loaded
-from taskferry.preparing import one_sided
+from taskferry.fitting.preparation import one_sided
 
 
 class Pool:

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from taskferry.calibration.batch import IGNORED, Batch
-from taskferry.capture import device_of, frozen
+from taskferry.display.bars import Tell, told
 from taskferry.errors import TaskferryError
-from taskferry.objectives import Classifier, Objective
-from taskferry.progress import Tell, told
+from taskferry.fitting.capture import device_of, frozen
+from taskferry.fitting.objectives import Classifier, Objective
 
 
 @dataclass(frozen=True)

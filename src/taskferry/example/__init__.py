@@ -2,8 +2,8 @@
 
     >>> write_example("demo")          # base-a, my-lora, tuned-a, base-b, adapters, data.jsonl, test.jsonl
 
-`benchmarks/example_models.py` in the repository made them: two language models of different family, width and depth,
-pre-trained on two halves of the State of the Union addresses, and a LoRA of the first on the King James Bible.
+`benchmarks/zoo/example_models.py` in the repository made them: two language models of different family, width and
+depth, pre-trained on two halves of the State of the Union addresses, and a LoRA of the first on the King James Bible.
 All texts are in the public domain.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from taskferry.checkpoints import load_model, load_tuned
 from taskferry.checkpoints.models import write_model
-from taskferry.checkpoints.output import staged_folder
+from taskferry.disk.staging import staged_folder
 
 FILES = Path(__file__).parent / "files"
 PARTS = {
@@ -38,5 +38,5 @@ def write_example(folder: str | Path) -> dict[str, str]:
         shutil.copytree(FILES / "my-lora", stage / "adapters" / "my-lora")
         base = load_model(str(stage / "base-a"))
         (stage / "tuned-a").mkdir()
-        write_model(base, load_tuned(str(stage / "my-lora"), base).tau, 1.0, stage / "tuned-a")
+        write_model(base, load_tuned(str(stage / "my-lora"), base).tau, stage / "tuned-a")
     return dict(PARTS)

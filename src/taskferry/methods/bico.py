@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from taskferry.capture import Signals
-from taskferry.fitting import fit
-from taskferry.methods import CannotMove, Job, method
-from taskferry.procrustes import DEFAULT_TOLERANCE, RankPolicy
-from taskferry.taskvector import TaskVector
+from taskferry.errors import TaskferryError
+from taskferry.fitting.statistics import Capture
+from taskferry.maths.procrustes import DEFAULT_TOLERANCE
+from taskferry.methods import Job, MapRank, Moved, Needs, Shown, TableRow, Tolerance, method
 
-MapRank = Annotated[RankPolicy, "directions kept: those the samples show, or all"]
-Tolerance = Annotated[float, "smallest singular value kept, relative to the largest"]
+ROWS = (
+    TableRow("bico", beats=("theseus", "target"), curve=0, compared=True),
+    TableRow("bico, automatic scale", auto_scale=True, passes=(1.0, 5.0), beats=("theseus",), curve=2),
+    TableRow("bico, teacher", teacher=True, passes=(4 / 3, 1.0)),
+    TableRow("bico, teacher, automatic scale", auto_scale=True, teacher=True, passes=(4 / 3, 5.0)),
+    TableRow("bico, input-only", {"outputs": "identity"}, curve=3, compared=True),
+    TableRow("bico, output-only", {"inputs": "identity"}),
+    TableRow("bico, gradient-only", {"inputs": "gradients"}),
+)
 
 
-@method
+@method(
+    needs=Needs(gradients=True, captures=1, maps=True),
+    shown=Shown(
+        5, "nothing was trained: the change of every linear layer was carried over by two orthogonal maps", ROWS
+    ),
+    paper={"map_rank": "full", "scale": 1},
+)
 def bico(
     job: Job,
     *,
@@ -22,34 +34,17 @@ def bico(
     outputs: Annotated[Literal["gradients", "activations", "identity"], "what the output side aligns"] = "gradients",
     map_rank: MapRank = "range",
     tolerance: Tolerance = DEFAULT_TOLERANCE,
-    tokens_per_width: Annotated[float | None, "tokens kept for each map, as a multiple of its width"] = None,
-) -> TaskVector:
+) -> Moved:
     """Activations align the input side, gradients the output side: τ_B = R_outᵀ τ_A R_in.
 
     The paper's ablations: input-only is `outputs="identity"`, output-only `inputs="identity"`, gradient-only
     `inputs="gradients"`.
     """
-    signals = Signals(
+    if inputs == outputs == "identity":
+        raise TaskferryError("bico: inputs=identity and outputs=identity together align nothing: use the method naive")
+    capture = Capture(
         inputs="gradients" if inputs == "gradients" else "activations",
         outputs="activations" if outputs == "activations" else "gradients",
+        identity="inputs" if inputs == "identity" else "outputs" if outputs == "identity" else None,
     )
-    alignment = fit(
-        job.source,
-        job.target,
-        job.calibration,
-        job.objective,
-        signals=signals,
-        only=job.tau.deltas.keys(),
-        map_rank=map_rank,
-        tolerance=tolerance,
-        tokens_per_width=tokens_per_width,
-        factored=job.tau.low_rank,
-        progress=job.progress,
-    )
-    for side, chosen in (("inputs", inputs), ("outputs", outputs)):
-        if chosen == "identity":
-            try:
-                alignment = alignment.with_identity(side == "inputs")
-            except ValueError as error:
-                raise CannotMove(f"bico with {side}=identity needs equal widths: {error}") from error
-    return alignment.apply(job.tau)
+    return job.move(capture, job.maps(map_rank, tolerance))

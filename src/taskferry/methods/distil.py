@@ -12,55 +12,67 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from taskferry.calibration.augmentation import Views
 from taskferry.calibration.batch import Batch
-from taskferry.calibration.views import Views
-from taskferry.capture import Loss, device_of
 from taskferry.coverage import Coverage, Row
-from taskferry.finding import find_sites
-from taskferry.fitting import Progress, both_objectives
-from taskferry.methods import CannotMove, Job, method, run
+from taskferry.fitting.capture import Loss, device_of
+from taskferry.fitting.objectives import Classifier, Logits, Objective
+from taskferry.fitting.progress import Progress
+from taskferry.fitting.scale import choose_scale, losses_at, moved_by
+from taskferry.methods import CannotMove, Job, Moved, Needs, Shown, TableRow, method, run
 from taskferry.methods.few_shot import restore
-from taskferry.objectives import Classifier, Logits, Objective
-from taskferry.scale import moved_by, scale_on_calibration
+from taskferry.sites.discovery import find_sites
 from taskferry.taskvector import TaskVector
 
+ROWS = (
+    TableRow("distil", passes=(22.0, 68.0), curve=8),
+    TableRow("distil, from the target", {"start": "target"}, passes=(21.0, 64.0)),
+)
 
-@method
+
+@method(
+    needs=Needs(gradients=True, captures=1, training=True, whole=True),
+    shown=Shown(
+        8, "moved by bico, then trained for a few steps towards the tuned source on the calibration samples", ROWS
+    ),
+)
 def distil(
     job: Job,
     *,
     steps: Annotated[int, "optimiser steps"] = 100,
     learning_rate: Annotated[float, "of AdamW, at the end of the warm-up"] = 3e-4,
     batch: Annotated[int, "inputs a step"] = 64,
-    copies: Annotated[int, "changed copies of each image, made for both models alike"] = 3,
+    views: Annotated[int, "augmented views of each image, made for both models alike"] = 3,
     start: Annotated[Literal["bico", "target"], "from BiCo's result, or from the target (a cold start)"] = "bico",
-    seed: Annotated[int, "of the copies and their order"] = 0,
-) -> TaskVector:
+    seed: Annotated[int, "of the views and their order"] = 0,
+) -> Moved:
     """BiCo, then a few training steps that bring the target's outputs to the tuned source's: no labels needed.
 
-    The tuned source answers every input with its probabilities, copies of the samples as well. The linear layers learn.
+    The tuned source answers every input with its probabilities, augmented views of the samples as well; the linear
+    layers learn.
     """
-    heads = both_objectives(job.objective, job.source, job.target, job.calibration)
+    heads = job.pair.objectives
     if not (isinstance(heads[0], Classifier) and isinstance(heads[1], Classifier)):
         raise CannotMove("distil needs models that score classes: the two vocabularies of language models differ")
-    moved = run("bico", job) if start == "bico" else TaskVector({})
+    moved = run("bico", job).tau if start == "bico" else TaskVector({})
     target = job.target
     base = {name: p.detach().clone() for name, p in target.named_parameters()}
     asked = {name: p.requires_grad for name, p in target.named_parameters()}
     with ExitStack() as moves:
         moves.enter_context(moved_by(job.source, job.tau))(1.0)
         teacher = heads[0].logits(job.source, job.calibration.side(0))
-        taught = Taught(Views(job.calibration, copies, seed), teacher, device_of(job.source))
+        taught = Taught(Views(job.calibration, views, seed), teacher, device_of(job.source))
         towards = Towards(heads[1].logits(target, job.calibration.side(1)))
         if len(moved):
             samples = [taught.batch(range(i, min(i + batch, taught.samples))) for i in range(0, taught.samples, batch)]
-            scale = scale_on_calibration(target, moved, towards.bind(target, ()), samples).best
+            loss = towards.bind(target, ())
+            scale = choose_scale(lambda scales: losses_at(target, moved, loss, samples, scales)).best
             moves.enter_context(moved_by(target, moved))(scale)
         learns = {name for site in find_sites(target) if site.fixed is None for name in (site.weight, site.bias)}
         try:
             for name, parameter in target.named_parameters():
                 parameter.requires_grad_(name in learns)
-            learn(target, taught, towards.bind(target, ()), steps, learning_rate, batch, seed, job.progress)
+            learn(target, taught, towards.bind(target, ()), steps, learning_rate, batch, seed, job.pair.work.progress)
             after = {name: p.detach().clone() for name, p in target.named_parameters()}
         finally:
             restore(target, base)
@@ -68,7 +80,7 @@ def distil(
                 parameter.requires_grad_(asked[name])
     result = TaskVector.between(base, after)
     rows = [_row(name, tuple(p.shape), name in result.deltas, name in learns) for name, p in base.items()]
-    return TaskVector(result.deltas, Coverage(tuple(rows)))
+    return Moved(TaskVector(result.deltas, Coverage(tuple(rows))))
 
 
 class Taught:

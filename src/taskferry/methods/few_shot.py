@@ -10,18 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from taskferry.calibration.batch import Batch
-from taskferry.capture import Loss, device_of
 from taskferry.coverage import Coverage, Row
-from taskferry.fitting import both_objectives
-from taskferry.methods import CannotMove, Job, method, run
-from taskferry.objectives import Classifier, Objective
-from taskferry.scale import calibration_loss, moved_by
+from taskferry.fitting.capture import Loss, device_of
+from taskferry.fitting.objectives import Classifier, Objective
+from taskferry.fitting.scale import calibration_loss, moved_by
+from taskferry.methods import CannotMove, Job, Moved, Needs, Shown, TableRow, method, run
 from taskferry.taskvector import TaskVector
 
 CANDIDATES = (1, 2, 5, 10, 20, 40)
 
 
-@method
+ROWS = (
+    TableRow("few-shot, one step", {"steps": 1}, passes=(0.0, 1.5)),
+    TableRow("few-shot", passes=(0.0, 180.0), curve=7),
+    TableRow("few-shot, from bico", {"start": "bico"}, passes=(1.0, 181.0)),
+)
+
+
+@method(
+    needs=Needs(gradients=True, training=True, whole=True),
+    shown=Shown(7, "the target was fine-tuned on the calibration samples", ROWS),
+)
 def few_shot(
     job: Job,
     *,
@@ -31,10 +40,10 @@ def few_shot(
     learning_rate: Annotated[float, "of AdamW"] = 1e-4,
     start: Annotated[Literal["target", "bico"], "from the target, or from BiCo's result (a warm start)"] = "target",
     folds: Annotated[int, "of the cross-validation"] = 3,
-) -> TaskVector:
+) -> Moved:
     """Fine-tune the target on the calibration samples: one step as in the paper, or the best number of steps."""
-    warm = run("bico", job) if start == "bico" else TaskVector({})
-    objective = both_objectives(job.objective, job.source, job.target, job.calibration)[1]
+    warm = run("bico", job).tau if start == "bico" else TaskVector({})
+    objective = job.pair.objectives[1]
     batches = job.calibration.side(1)
     base = {name: p.detach().clone() for name, p in job.target.named_parameters()}
     with moved_by(job.target, warm) as set_scale:
@@ -56,7 +65,7 @@ def few_shot(
         )
         for name, p in base.items()
     ]
-    return TaskVector(moved.deltas, Coverage(tuple(rows)))
+    return Moved(TaskVector(moved.deltas, Coverage(tuple(rows))))
 
 
 def best_steps(

@@ -9,27 +9,32 @@ from torch import Tensor, nn
 
 from taskferry.alignment import NO_CHANGE
 from taskferry.calibration.batch import Batch
-from taskferry.capture import Loss, device_of
 from taskferry.coverage import Coverage, Row
-from taskferry.methods import Job, method, need_equal_shapes
+from taskferry.fitting.capture import Loss, device_of
+from taskferry.methods import Job, Moved, Needs, Shown, TableRow, method, need_equal_shapes
 from taskferry.taskvector import Delta, TaskVector, as_dense
 
 
-@method
+@method(
+    needs=Needs(gradients=True, whole=True),
+    shown=Shown(4, "nothing was trained", (TableRow("gradfix", passes=(0.0, 1.0), curve=4),)),
+)
 def gradfix(
     job: Job,
     *,
     vote: Annotated[
         Literal["mean", "majority"], "sign of the mean gradient, or majority of the samples' signs"
     ] = "mean",
-) -> TaskVector:
+) -> Moved:
     """Mask the change by the sign of one descent step of the target: only agreeing entries are added.
 
     Needs equal shapes. An entry stays where it points against the gradient of the target's loss on the calibration set.
     """
     need_equal_shapes("gradfix", job)
     parameters = dict(job.target.named_parameters())
-    direction = descent_signs(job.target, job.target_loss(), job.calibration.side(1), list(job.tau.deltas), vote)
+    batches = job.calibration.side(1)
+    loss = job.pair.objectives[1].bind(job.target, batches)
+    direction = descent_signs(job.target, loss, batches, list(job.tau.deltas), vote)
     deltas: dict[str, Delta] = {}
     rows = []
     for name, parameter in parameters.items():
@@ -41,7 +46,7 @@ def gradfix(
         change = as_dense(delta)
         deltas[name] = change * (change.sign() == direction[name].to(change))
         rows.append(Row(name, shape, "moved", "", (name,)))
-    return TaskVector(deltas, Coverage(tuple(rows)))
+    return Moved(TaskVector(deltas, Coverage(tuple(rows))))
 
 
 def descent_signs(model: nn.Module, loss: Loss, batches: list[Batch], names: list[str], vote: str) -> dict[str, Tensor]:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from taskferry.alignment import AlignedPair, Alignment
 from taskferry.coverage import Coverage, Row
-from taskferry.fitting import identity_alignment
-from taskferry.methods import Job, method
+from taskferry.engines.pair import ModelPair, parameter_reasons, shapes
+from taskferry.maths.procrustes import Map
+from taskferry.methods import Job, Moved, Needs, Shown, TableRow, method
 from taskferry.taskvector import Delta, LowRank, TaskVector
 
 
-@method
-def naive(job: Job) -> TaskVector:
+@method(
+    needs=Needs(samples=False, whole=True),
+    shown=Shown(1, "nothing was trained", (TableRow("naive", passes=(0.0, 0.0), curve=6),)),
+)
+def naive(job: Job) -> Moved:
     """Add the source's change to the target: as it is, padded with zeros, or cropped.
 
     Linear layers are paired as for every method, so depth may differ; other parameters (normalisation gains,
     embeddings) move where both models have one of the same name and shape.
     """
-    moved = identity_alignment(job.source, job.target).apply(job.tau)
+    moved = identity_alignment(job.pair).apply(job.tau)
     deltas: dict[str, Delta] = dict(moved.deltas)
     rows = []
     for row in moved.coverage or ():
@@ -29,4 +35,23 @@ def naive(job: Job) -> TaskVector:
         else:
             rows.append(row)
     unused = {} if moved.coverage is None else {n: r for n, r in moved.coverage.unused.items() if n not in deltas}
-    return TaskVector(deltas, Coverage(tuple(rows), unused))
+    return Moved(TaskVector(deltas, Coverage(tuple(rows), unused)))
+
+
+def identity_alignment(pair: ModelPair) -> Alignment:
+    """Maps that change no coordinate: a narrower space is padded with zeros, a wider one cropped."""
+
+    def same(side: int) -> dict[str, Map]:
+        return {p.target.name: Map(R=torch.eye(p.source.shape[side], p.target.shape[side])) for p in pair.pairs}
+
+    return Alignment(
+        pairs=tuple(AlignedPair(p.source, p.target, p.target.name) for p in pair.pairs),
+        R_in=same(1),
+        R_out=same(0),
+        quality_in={},
+        quality_out={},
+        source_parameters=shapes(pair.source),
+        target_parameters=shapes(pair.target),
+        reasons=parameter_reasons(pair.target, pair.target_sites, pair.reasons),
+        provenance={},
+    )

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from taskferry.capture import Signals
-from taskferry.fitting import fit
-from taskferry.methods import Job, method
-from taskferry.methods.bico import MapRank, Tolerance
-from taskferry.procrustes import DEFAULT_TOLERANCE
-from taskferry.taskvector import TaskVector
+from taskferry.fitting.statistics import Capture
+from taskferry.maths.procrustes import DEFAULT_TOLERANCE
+from taskferry.methods import Job, MapRank, Moved, Needs, Shown, TableRow, Tolerance, method
+
+ROWS = (
+    TableRow("theseus", passes=(1 / 3, 1 / 3), beats=("naive",), curve=1, compared=True),
+    TableRow("theseus, automatic scale", auto_scale=True, passes=(1 / 3, 4 + 1 / 3)),
+)
 
 
-@method
-def theseus(job: Job, *, map_rank: MapRank = "range", tolerance: Tolerance = DEFAULT_TOLERANCE) -> TaskVector:
+@method(needs=Needs(captures=1, maps=True), shown=Shown(2, "nothing was trained", ROWS))
+def theseus(job: Job, *, map_rank: MapRank = "range", tolerance: Tolerance = DEFAULT_TOLERANCE) -> Moved:
     """Layer inputs align the input side, layer outputs the output side; forward passes only."""
-    alignment = fit(
-        job.source,
-        job.target,
-        job.calibration,
-        job.objective,
-        signals=Signals(inputs="activations", outputs="activations"),
-        only=job.tau.deltas.keys(),
-        map_rank=map_rank,
-        tolerance=tolerance,
-        progress=job.progress,
-    )
-    return alignment.apply(job.tau)
+    return job.move(Capture(outputs="activations"), job.maps(map_rank, tolerance))

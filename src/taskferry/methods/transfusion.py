@@ -17,18 +17,21 @@ from torch import Tensor, nn
 
 from taskferry.alignment import NO_CHANGE
 from taskferry.coverage import Coverage, Row
-from taskferry.families import family_of
-from taskferry.finding import find_sites
-from taskferry.methods import CannotMove, Job, method, need_equal_shapes
-from taskferry.sites import Site
+from taskferry.methods import CannotMove, Job, Moved, Needs, Shown, TableRow, method, need_equal_shapes
+from taskferry.sites import family_of
+from taskferry.sites.discovery import find_sites
+from taskferry.sites.site import Site
 from taskferry.taskvector import Delta, TaskVector, as_dense
 
 KNOWN = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.gate", "mlp.down", "patch", "proj", "pooler")
 Axis = tuple[str, int, Site | None, str]  # parameter, axis of the site's or parameter's own form, site, space
 
 
-@method
-def transfusion(job: Job, *, iterations: Annotated[int, "rounds over all spaces, at most"] = 30) -> TaskVector:
+@method(
+    needs=Needs(samples=False, whole=True),
+    shown=Shown(3, "nothing was trained", (TableRow("transfusion", passes=(0.0, 0.0)),)),
+)
+def transfusion(job: Job, *, iterations: Annotated[int, "rounds over all spaces, at most"] = 30) -> Moved:
     """Permute the source's units onto the target's, then add the permuted change. Needs no calibration set."""
     A, B = (dict(model.named_parameters()) for model in (job.source, job.target))
     need_equal_shapes("transfusion", job)
@@ -40,7 +43,7 @@ def transfusion(job: Job, *, iterations: Annotated[int, "rounds over all spaces,
         Row(n, tuple(p.shape), "moved", "", (n,)) if n in deltas else Row(n, tuple(p.shape), "kept", NO_CHANGE)
         for n, p in B.items()
     ]
-    return TaskVector(deltas, Coverage(tuple(rows)))
+    return Moved(TaskVector(deltas, Coverage(tuple(rows))))
 
 
 @dataclass

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from taskferry.report import figures
+from taskferry.report.benchmark import curve_colours
 from taskferry.report.parts import Cell, Code, Facts, Figure, Number, Part, Report, Row, Section, Table, Text, Tiles
 from taskferry.report.transfer import number, short
 
@@ -119,11 +120,11 @@ def similarity_figure(rows: Rows, side: str) -> Figure:
 def outputs_figure(rows: Rows) -> Figure:
     """Figure 2: how close each method brings the outputs of every block to the fine-tuned target."""
     curves: list[figures.Line] = []
-    order = ""
+    order, colours = "", curve_colours()
     for name in dict.fromkeys(str(row["row"]) for row in rows):
         means = _block_means([row for row in rows if row["row"] == name], lambda row: row["cosine"])
         x, first = list(range(len(means))), not curves  # the target as it is
-        colour = figures.OF_ROW.get(name)
+        colour = colours.get(name)
         curves.append(figures.Line(name, x, list(means.values()), dashed=first, colour=colour, plain=first))
         order = _order(means)
     draw = partial(figures.lines, curves, x="block of the target", y="cosine to the tuned target", height=3.4)

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from taskferry.bench.rows import rows as known_rows
 from taskferry.bench.running import ORACLE, TARGET, TUNED
 from taskferry.bench.tables import Groups, Line, from_json, lines
+from taskferry.methods import published
 from taskferry.report import figures
 from taskferry.report.parts import Cell, Figure, Number, Part, Report, Row, Section, Table, Text
 from taskferry.report.transfer import number
 
-_SHOWN = ("naive", "theseus", "gradfix", "bico, input-only", "bico", "bico, automatic scale")
-_FIRST = ("theseus", "bico", "bico, automatic scale")
 _LEVELS = (TARGET, ORACLE)
 
 
@@ -33,9 +33,15 @@ def benchmark_report(results: Mapping[str, Mapping[str, Any]], name: str) -> Rep
     return Report("benchmark", "Benchmark results", lead, sections, f"From {name}.")
 
 
+def curve_colours() -> dict[str, int]:
+    """Rows that have a colour and mark of their own in every figure."""
+    return {name: kind.row.curve for name, kind in known_rows().items() if kind.row.curve is not None}
+
+
 def _overview(results: Mapping[str, Mapping[str, Any]], groups: Mapping[str, Groups]) -> Table:
     rows: list[list[Cell]] = []
-    shown = ["naive", "theseus", "bico", "bico, automatic scale"]
+    found_rows = {row for some in groups.values() for scores in some.values() for row in scores}
+    shown = [row for row in curve_colours() if row in found_rows]
     for recipe in results:
         last: dict[tuple[str, str, str], int] = {}
         for key in groups[recipe]:
@@ -71,8 +77,7 @@ def _recipe(recipe: str, found: Mapping[str, Any], groups: Groups) -> list[Part]
 def _curve(title: str, by_count: Mapping[int, Sequence[Line]], counted: str, gain: bool) -> Figure:
     """Average accuracy against N with bands, with the target and the oracle; or the gains alone, closer."""
     rows = list(dict.fromkeys(line.row for found in by_count.values() for line in found))
-    wanted = _SHOWN if gain else _FIRST
-    shown = [row for row in wanted if row in rows] or [r for r in rows if r not in (*_LEVELS, TUNED)]
+    shown = [row for row in curve_colours() if row in rows] or [r for r in rows if r not in (*_LEVELS, TUNED)]
     counts, curves, table = list(by_count), [], []
     fixed = [] if gain else [row for row in _LEVELS if row in rows]
     for place, row in enumerate([*shown, *fixed]):
@@ -80,7 +85,7 @@ def _curve(title: str, by_count: Mapping[int, Sequence[Line]], counted: str, gai
         values = [at[c].gain if gain else at[c].average for c in at]
         spread = [at[c].spread or 0.0 for c in at]
         band = spread if any(spread) else None
-        level, colour = row in _LEVELS, figures.OF_ROW.get(row, place)
+        level, colour = row in _LEVELS, curve_colours().get(row, place)
         name = "oracle" if row == ORACLE else row
         curves.append(figures.Line(name, list(at), values, band, dashed=row == ORACLE, colour=colour, plain=level))
         table.append([row, *(number(at[c].gain if gain else at[c].average) if c in at else None for c in counts)])
@@ -109,7 +114,7 @@ def _table(title: str, by_count: Mapping[int, Sequence[Line]], counted: str) -> 
             if line.fixed and line.row in seen:
                 continue
             seen.add(line.row)
-            if line.row == "bico":
+            if line.row == published().name:
                 strong.add(len(rows))
             scores: list[Cell] = [_score(line.tasks[t]) if t in line.tasks else None for t in tasks]
             spread = "" if line.spread is None else f" ± {line.spread:.1f}"

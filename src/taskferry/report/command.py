@@ -9,9 +9,9 @@ from typing import Any
 
 from taskferry.analysis.study import KIND
 from taskferry.bench.tables import collect, refusals, to_json
-from taskferry.checkpoints.output import staged_folder
+from taskferry.disk.files import write_text
+from taskferry.disk.staging import staged_folder
 from taskferry.errors import TaskferryError
-from taskferry.files import write_text
 from taskferry.report.analysis import all_figures, analysis_report
 from taskferry.report.benchmark import benchmark_report, comparison_report
 from taskferry.report.figures import alone

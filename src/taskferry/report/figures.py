@@ -15,18 +15,16 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from taskferry.display.html import plain
 from taskferry.errors import TaskferryError
-from taskferry.report.parts import plain
 
 # Drawn in these, shown in the page's variables: what a reader's eyes or screen need is decided there.
 INK, MUTED, FAINT = "#010101", "#020202", "#030303"
-SERIES = ("#a00001", "#a00002", "#a00003", "#a00004", "#a00005", "#a00006", "#a00007")
+SERIES = ("#a00001", "#a00002", "#a00003", "#a00004", "#a00005", "#a00006", "#a00007", "#a00008", "#a00009")
 _VARIABLES = {INK: "--ink", MUTED: "--muted", FAINT: "--line"} | {c: f"--c{i + 1}" for i, c in enumerate(SERIES)}
 # Okabe and Ito's colours, told apart with any kind of colour vision; the marks differ as well.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b6b6b")
-# One colour and mark for one row in every figure.
-OF_ROW = {"bico": 0, "theseus": 1, "bico, automatic scale": 2, "bico, input-only": 3, "gradfix": 4, "naive": 6}
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b6b6b", "#8c564b", "#7a7a00")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "h")
 WIDTH, HEIGHT = 4.8, 3.2  # inches; text stays readable when a phone shows it smaller
 LONGEST = 34  # characters of a name beside a curve; the tables have all of it
 _numbers = count(1)

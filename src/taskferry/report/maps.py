@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from taskferry.families.base import split_path
-from taskferry.report.parts import Number, Table, html
+from taskferry.report.parts import Cell, Mark, Number, Table
+from taskferry.sites.family import split_path
 
 MARKS = {"moved": "●", "partly": "◐", "kept": "○"}
 Place = tuple[str, str, int]  # stack, role, block
+Roles = Sequence[str]
+Blocks = Sequence[int]
 
 
 def place_of(name: str) -> Place | None:
@@ -19,64 +20,30 @@ def place_of(name: str) -> Place | None:
     return None if block is None else (stack, role, block)
 
 
-@dataclass(frozen=True)
-class StatusMap:
-    """What moved."""
-
-    stack: str
-    roles: Sequence[str]
-    blocks: Sequence[int]
-    status: Mapping[tuple[str, int], str]
-
-    def html(self) -> str:
-        """A table of marks; colour says nothing that the mark does not."""
-
-        def cell(role: str, block: int) -> str:
-            status = self.status.get((role, block))
-            if status not in MARKS:
-                return "<td></td>"
-            return f'<td class="{status}"><span aria-hidden="true">{MARKS[status]}</span><i>{status}</i></td>'
-
-        return _grid(f"{self.stack}, by block", self.roles, self.blocks, cell, "status")
-
-    def markdown(self) -> str:
-        """The same marks."""
-        rows = [[role, *(MARKS.get(self.status.get((role, b), ""), "") for b in self.blocks)] for role in self.roles]
-        return Table(f"{self.stack}, by block", ["", *map(str, self.blocks)], rows).markdown()
+def status_map(stack: str, roles: Roles, blocks: Blocks, status: Mapping[tuple[str, int], str]) -> Table:
+    """What moved: a table of marks."""
+    marks = {place: Mark(MARKS[what], what) for place, what in status.items() if what in MARKS}
+    return _grid(f"{stack}, by block", roles, blocks, marks, "status")
 
 
-@dataclass(frozen=True)
-class HeatMap:
-    """A number for every layer; the darker, the larger."""
+def heat_map(
+    caption: str,
+    roles: Roles,
+    blocks: Blocks,
+    values: Mapping[tuple[str, int], float],
+    show: Callable[[float], str],
+    top: float | None = None,
+) -> Table:
+    """A number for every layer; the darker, the larger. `top` is the darkest, or the largest of them."""
+    finite = {place: value for place, value in values.items() if math.isfinite(value)}
+    top = top or max(finite.values(), default=1.0) or 1.0
+    cells = {place: Number(v, show(v), max(0.0, min(1.0, v / top))) for place, v in finite.items()}
+    return _grid(caption, roles, blocks, cells, "heat")
 
-    caption: str
-    roles: Sequence[str]
-    blocks: Sequence[int]
-    values: Mapping[tuple[str, int], float]
-    show: Callable[[float], str]
-    top: float | None = None  # the value of the darkest cell; the largest where none is given
 
-    def html(self) -> str:
-        """A table of numbers on a ground as dark as they are large."""
-        finite = [v for v in self.values.values() if math.isfinite(v)]
-        top = self.top or max(finite, default=1.0) or 1.0
-
-        def cell(role: str, block: int) -> str:
-            value = self.values.get((role, block))
-            if value is None or not math.isfinite(value):
-                return "<td></td>"
-            share = max(0.0, min(1.0, value / top))
-            return f'<td style="--v:{share:.3f}">{Number(value, self.show(value)).html()}</td>'
-
-        return _grid(self.caption, self.roles, self.blocks, cell, "heat")
-
-    def markdown(self) -> str:
-        """The numbers."""
-        rows = [
-            [role, *(None if (role, b) not in self.values else self.show(self.values[role, b]) for b in self.blocks)]
-            for role in self.roles
-        ]
-        return Table(self.caption, ["", *map(str, self.blocks)], rows).markdown()
+def _grid(caption: str, roles: Roles, blocks: Blocks, cells: Mapping[tuple[str, int], Cell], kind: str) -> Table:
+    rows = [[role, *(cells.get((role, block)) for block in blocks)] for role in roles]
+    return Table(caption, ["block", *map(str, blocks)], rows, words=len(blocks) + 1, kind=f"grid {kind}")
 
 
 def stacks(names: Iterable[str]) -> dict[str, tuple[list[str], list[int]]]:
@@ -89,17 +56,6 @@ def stacks(names: Iterable[str]) -> dict[str, tuple[list[str], list[int]]]:
             roles[place[1]] = None
             blocks.add(place[2])
     return {stack: (list(roles), sorted(blocks)) for stack, (roles, blocks) in found.items()}
-
-
-def _grid(caption: str, roles: Sequence[str], blocks: Sequence[int], cell: Callable[[str, int], str], kind: str) -> str:
-    head = "".join(f'<th scope="col">{block}</th>' for block in blocks)
-    body = "".join(
-        f'<tr><th scope="row">{html(role)}</th>{"".join(cell(role, block) for block in blocks)}</tr>' for role in roles
-    )
-    return (
-        f'<div class="scroll" tabindex="0"><table class="grid {kind}"><caption>{html(caption)}</caption>'
-        f'<thead><tr><th scope="col">block</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
 
 
 def legend() -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from taskferry.display.html import escape, tag
 from taskferry.report.figures import COLOURS
-from taskferry.report.parts import Report, html
+from taskferry.report.parts import Report
 from taskferry.version import __version__
 
 GENERATOR = "taskferry report"  # by this a page is known as one that may be written again
@@ -21,7 +22,7 @@ _DARK = {
     "heat": "#175f91", "moved": "#0f5a45", "partly": "#6d5108", "kept": "#232b36",
     "good": "#4fd1a5", "bad": "#ff9d5c", "link": "#7cc4f5",
     "c1": "#5db3ee", "c2": "#ff8a47", "c3": "#35c79b", "c4": "#e3a3c6", "c5": "#f2bd45", "c6": "#9ad3f7",
-    "c7": "#b3b3b3",
+    "c7": "#b3b3b3", "c8": "#c99486", "c9": "#c8c84a",
 }  # fmt: skip
 
 _STYLE = """
@@ -93,20 +94,20 @@ footer { color: var(--muted); font-size: .875rem; padding-bottom: 2.5rem; overfl
 
 def page(report: Report) -> str:
     """The whole file."""
-    mark = {True: " good", False: " bad", None: ""}[report.good]
-    verdict = f"<b>{html(report.badge)}</b>" if report.badge else ""
-    sections = "".join(section.html() for section in report.sections)
+    mark = {True: "verdict good", False: "verdict bad", None: "verdict"}[report.good]
+    verdict = tag("b", escape(report.badge)) if report.badge else ""
+    title = escape(report.title)
     return (
         "<!doctype html>\n"
         '<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta name="generator" content="{GENERATOR}"><meta name="color-scheme" content="light dark">\n'
-        f"<title>{html(report.title)}</title>\n<style>{_colours()}{_STYLE}</style></head>\n<body>\n"
-        f'<header><p class="kind">taskferry {html(report.kind)} report</p><h1>{html(report.title)}</h1>\n'
-        f'<p class="verdict{mark}">{verdict}{html(report.lead)}</p></header>\n'
-        f"<main>{sections}</main>\n"
-        f"<footer><p>{html(report.foot)} Made by taskferry {__version__}.</p></footer>\n</body></html>\n"
+        f"<title>{title}</title>\n<style>{_colours()}{_STYLE}</style></head>\n<body>\n"
+        f'<header><p class="kind">taskferry {escape(report.kind)} report</p><h1>{title}</h1>\n'
+        f"{tag('p', verdict, escape(report.lead), class_=mark)}</header>\n"
+        f"{tag('main', *(section.html() for section in report.sections))}\n"
+        f"<footer><p>{escape(report.foot)} Made by taskferry {__version__}.</p></footer>\n</body></html>\n"
     )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from typing import Protocol
+from typing import ClassVar, Protocol
+
+from taskferry.display.html import escape, plain, table, tag
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,26 @@ class Number:
 
     value: float
     shown: str
+    share: float | None = None  # how dark its ground is in a heat map
 
     def html(self) -> str:
         """The page keeps the exact value."""
-        return f'<data value="{escape(repr(self.value))}">{escape(self.shown)}</data>'
+        return tag("data", escape(self.shown), value=repr(self.value))
 
 
-Cell = str | Number | None
+@dataclass(frozen=True)
+class Mark:
+    """A sign and a colour for a word; the colour says nothing that the sign does not."""
+
+    shown: str
+    word: str
+
+    def html(self) -> str:
+        """Whoever cannot see the sign is told the word."""
+        return tag("span", self.shown, aria_hidden="true") + tag("i", self.word)
+
+
+Cell = str | Number | Mark | None
 
 
 class Part(Protocol):
@@ -37,21 +51,14 @@ class Part(Protocol):
         """For a text file."""
 
 
-def plain(text: object) -> str:
-    """Text from a file as text: no control characters, no marks that turn the direction of writing."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in str(text))
-
-
 def html(cell: Cell) -> str:
     """A cell of a table, escaped."""
-    if cell is None:
-        return ""
-    return cell.html() if isinstance(cell, Number) else escape(plain(cell))
+    return "" if cell is None else cell.html() if isinstance(cell, Number | Mark) else escape(cell)
 
 
 def markdown(cell: Cell) -> str:
     """A cell of a Markdown table: one line, nothing in it is markup."""
-    text = "" if cell is None else cell.shown if isinstance(cell, Number) else plain(cell)
+    text = "" if cell is None else cell.shown if isinstance(cell, Number | Mark) else plain(cell)
     return re.sub(r"([\\`*_\[\]<>|#&$])", r"\\\1", text.replace("\n", " "))
 
 
@@ -59,6 +66,12 @@ def fenced(text: str) -> str:
     """A Markdown block of code, whatever marks the text has."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence}\n{plain(text)}\n{fence}"
+
+
+def _cell(cell: Cell, kind: str) -> str:
+    share = cell.share if isinstance(cell, Number) else None
+    style = "" if share is None else f"--v:{share:.3f}"
+    return tag("td", html(cell), class_=cell.word if isinstance(cell, Mark) else kind, style=style)
 
 
 def _breakable(escaped: str) -> str:
@@ -75,7 +88,7 @@ class Text:
 
     def html(self) -> str:
         """A paragraph."""
-        return f'<p class="{escape(self.kind)}">{html(self.text)}</p>' if self.kind else f"<p>{html(self.text)}</p>"
+        return tag("p", escape(self.text), class_=self.kind)
 
     def markdown(self) -> str:
         """A paragraph."""
@@ -90,11 +103,11 @@ class Tiles:
 
     def html(self) -> str:
         """A row of boxes that wraps."""
-        boxes = "".join(
-            f"<div><dt>{html(name)}</dt><dd>{html(value)}<small>{html(note)}</small></dd></div>"
+        boxes = (
+            tag("div", tag("dt", escape(name)), tag("dd", html(value), tag("small", escape(note))))
             for name, value, note in self.tiles
         )
-        return f'<dl class="tiles">{boxes}</dl>'
+        return tag("dl", *boxes, class_="tiles")
 
     def markdown(self) -> str:
         """A list."""
@@ -109,8 +122,8 @@ class Facts:
 
     def html(self) -> str:
         """A list of definitions."""
-        rows = "".join(f"<dt>{html(name)}</dt><dd>{html(value)}</dd>" for name, value in self.facts.items())
-        return f'<dl class="facts">{rows}</dl>'
+        rows = (tag("dt", escape(name)) + tag("dd", html(value)) for name, value in self.facts.items())
+        return tag("dl", *rows, class_="facts")
 
     def markdown(self) -> str:
         """A list."""
@@ -126,22 +139,18 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     words: int = 1
     strong: frozenset[int] = frozenset()  # rows that matter
+    kind: str = ""  # "grid heat" or "grid status"
 
     def html(self) -> str:
         """A table that scrolls in its own box where it is too wide."""
-        classes = ["" if i < self.words else ' class="n"' for i in range(len(self.header))]
-        head = "".join(f'<th scope="col"{c}>{html(name)}</th>' for name, c in zip(self.header, classes, strict=True))
-        body = ""
-        for number, row in enumerate(self.rows):
-            first, *rest = row
-            cells = "".join(f"<td{c}>{html(cell)}</td>" for cell, c in zip(rest, classes[1:], strict=True))
-            mark = ' class="strong"' if number in self.strong else ""
-            body += f'<tr{mark}><th scope="row">{_breakable(html(first))}</th>{cells}</tr>'
-        caption = f"<caption>{html(self.caption)}</caption>"
-        return (
-            f'<div class="scroll" tabindex="0"><table>{caption}<thead><tr>{head}</tr></thead>'
-            f"<tbody>{body}</tbody></table></div>"
+        kinds = ["" if i < self.words else "n" for i in range(len(self.header))]
+        head = [tag("th", escape(name), scope="col", class_=c) for name, c in zip(self.header, kinds, strict=True)]
+        rows = (
+            [tag("th", _breakable(html(first)), scope="row")]
+            + [_cell(cell, kind) for cell, kind in zip(rest, kinds[1:], strict=True)]
+            for first, *rest in self.rows
         )
+        return tag("div", table(rows, head, self.caption, self.kind, self.strong), class_="scroll", tabindex=0)
 
     def markdown(self) -> str:
         """A table."""
@@ -158,7 +167,7 @@ class Code:
 
     def html(self) -> str:
         """Wrapped, and read from left to right whatever it holds."""
-        return f'<pre tabindex="0"><code>{html(self.text)}</code></pre>'
+        return tag("pre", tag("code", escape(self.text)), tabindex=0)
 
     def markdown(self) -> str:
         """A block of code."""
@@ -176,11 +185,9 @@ class Figure:
 
     def html(self) -> str:
         """The drawing, and its numbers behind a fold."""
-        drawing = f'<div role="img" aria-label="{escape(plain(self.alt))}">{self.draw()}</div>'
-        fold = ""
-        if self.numbers is not None:
-            fold = f"<details><summary>The numbers</summary>{self.numbers.html()}</details>"
-        return f"<figure>{drawing}<figcaption>{html(self.caption)}</figcaption>{fold}</figure>"
+        drawing = tag("div", self.draw(), role="img", aria_label=self.alt)
+        fold = "" if self.numbers is None else Fold("The numbers", self.numbers).html()
+        return tag("figure", drawing, tag("figcaption", escape(self.caption)), fold)
 
     def markdown(self) -> str:
         """What it shows, and the numbers."""
@@ -193,29 +200,21 @@ class Row:
     """Figures beside each other where there is room."""
 
     parts: Sequence[Part]
-
-    def html(self) -> str:
-        """A grid."""
-        return f'<div class="row">{"".join(part.html() for part in self.parts)}</div>'
-
-    def markdown(self) -> str:
-        """One after the other."""
-        return "\n\n".join(part.markdown() for part in self.parts)
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Parts below each other, in one place of a row."""
-
-    parts: Sequence[Part]
+    kind: ClassVar[str] = "row"
 
     def html(self) -> str:
         """One box."""
-        return f"<div>{''.join(part.html() for part in self.parts)}</div>"
+        return tag("div", *(part.html() for part in self.parts), class_=self.kind)
 
     def markdown(self) -> str:
         """One after the other."""
         return "\n\n".join(part.markdown() for part in self.parts)
+
+
+class Stack(Row):
+    """Parts below each other, in one place of a row."""
+
+    kind = ""
 
 
 @dataclass(frozen=True)
@@ -227,7 +226,7 @@ class Fold:
 
     def html(self) -> str:
         """Shown when asked for."""
-        return f"<details><summary>{html(self.title)}</summary>{self.part.html()}</details>"
+        return tag("details", tag("summary", escape(self.title)), self.part.html())
 
     def markdown(self) -> str:
         """Shown."""
@@ -243,7 +242,7 @@ class Section:
 
     def html(self) -> str:
         """A section."""
-        return f"<section><h2>{html(self.title)}</h2>{''.join(part.html() for part in self.parts)}</section>"
+        return tag("section", tag("h2", escape(self.title)), *(part.html() for part in self.parts))
 
     def markdown(self) -> str:
         """A section."""

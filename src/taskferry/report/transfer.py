@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from taskferry.report import figures
-from taskferry.report.maps import HeatMap, StatusMap, legend, place_of, stacks
+from taskferry.report.maps import heat_map, legend, place_of, stacks, status_map
 from taskferry.report.parts import (
     Cell,
     Code,
@@ -101,7 +101,7 @@ def coverage_section(coverage: Record) -> Section:
             place = place_of(name)
             if place is not None and place[0] == stack:
                 cells[place[1], place[2]] = str(what)
-        part = StatusMap(stack, roles, blocks, cells)
+        part = status_map(stack, roles, blocks, cells)
         if any(what != "kept" for what in cells.values()):
             maps.append(part)
         else:
@@ -151,7 +151,7 @@ def _maps(sites: Sequence[Record]) -> list[Section]:
                 if values:
                     title = f"{what.capitalize()}: what it {word}"
                     maps.append(
-                        HeatMap(title if len(found) == 1 else f"{stack}: {title}", roles, blocks, values, show, top)
+                        heat_map(title if len(found) == 1 else f"{stack}: {title}", roles, blocks, values, show, top)
                     )
         parts.append(Row(maps))
     return [Section("How good the maps are", parts)]

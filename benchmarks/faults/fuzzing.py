@@ -1,0 +1,480 @@
+"""Fuzzing the readers of adapters, indexes, alignments, task vectors, state files, settings, records, data, models.
+
+    python benchmarks/faults/fuzzing.py READER COUNT [--seed N]
+    python benchmarks/faults/fuzzing.py adapters|indexes|alignments COUNT --guided
+
+Each reader runs in a process of its own. Anything but a result or a TaskferryError is an escape: another exception, a
+process that dies, ten seconds of computing without an answer, more than two gigabytes, a file opened for writing
+outside of the work folder, another program started, a connection opened. Guided by coverage, with atheris, mutants
+that reach new lines of a reader are mutated further; an escape ends the process with its traceback and an exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import yaml
+from safetensors.torch import save
+
+from benchmarks.faults.mutation import Mutator, dump
+
+if __name__ == "__main__" and "--guided" in sys.argv:  # atheris counts the lines of what it sees imported
+    import atheris
+
+    with atheris.instrument_imports(include=["taskferry.checkpoints", "taskferry.alignment", "taskferry.taskvector",
+                                             "taskferry.sites.consistency", "taskferry.disk.files"]):  # fmt: skip
+        import taskferry  # noqa: F401
+
+from taskferry import Alignment, TaskVector
+from taskferry.checkpoints import read_adapter
+from taskferry.checkpoints.folders import check_folder
+from taskferry.checkpoints.states import read_state
+from taskferry.disk.files import HEADER
+from taskferry.errors import TaskferryError
+from taskferry.jobs.settings import TransferSettings
+from taskferry.settings import FleetSettings, load_settings
+from tests.helpers import hostile
+
+HANG = 10  # seconds without an answer
+MEMORY = 2 * 2**30  # beyond what the process has at its start
+STEP = 100  # inputs between two signs of life
+Fuzz = Callable[[Mutator, Path], Callable[[], object]]
+
+
+def adapters(mutant: Mutator, folder: Path) -> Callable[[], object]:
+    """A PEFT folder, its configuration or its factors changed; applied where it is accepted."""
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["query"], "use_rslora": False,
+              "use_dora": False, "alpha_pattern": {"layer.0.*query": 4, "key": 2}, "rank_pattern": {"key": 1},
+              "init_lora_weights": True, "loftq_config": {}, "task_type": None}  # fmt: skip
+    good = save(hostile.factors())
+    both = mutant.random.random()
+    (folder / "adapter_config.json").write_bytes(mutant.text(config) if both < 0.6 else dump(config))
+    (folder / "adapter_model.safetensors").write_bytes(mutant.safetensors(good) if both > 0.4 else good)
+    return lambda: _alignment().apply(read_adapter(folder, SKELETON).tau).norm()
+
+
+def indexes(mutant: Mutator, folder: Path) -> Callable[[], object]:
+    """An index of shards beside one shard and a link."""
+    if not (folder / "a.safetensors").exists():
+        (folder / "a.safetensors").write_bytes(save(hostile.factors()))
+        (folder / "link.safetensors").symlink_to("a.safetensors")
+    index = {"metadata": {"total_size": 80}, "weight_map": {"a": "a.safetensors", "b": "link.safetensors"}}
+    (folder / "model.safetensors.index.json").write_bytes(mutant.text(index))
+    return lambda: check_folder(folder)
+
+
+def alignments(mutant: Mutator, folder: Path) -> Callable[[], object]:
+    """A saved alignment; applied, shown and saved again where it is accepted."""
+    path = folder / "a-to-b.alignment"
+    path.write_bytes(mutant.safetensors(_good("alignment"), HEADER))
+
+    def read() -> None:
+        found = Alignment.load(path)
+        found.table()
+        weight = torch.ones(hostile.WIDE, hostile.SMALL)
+        moved = found.apply(TaskVector({f"{hostile.MODULE}.weight": weight}))
+        if moved.coverage is not None:
+            moved.coverage.summary()
+
+    return read
+
+
+def task_vectors(mutant: Mutator, folder: Path) -> Callable[[], object]:
+    """A saved task vector, dense and low-rank; applied where it is accepted."""
+    path = folder / "tau.safetensors"
+    path.write_bytes(mutant.safetensors(_good("task vector"), HEADER))
+    return lambda: _alignment().apply(TaskVector.load(path)).norm()
+
+
+def states(mutant: Mutator, folder: Path) -> Callable[[], object]:
+    """State files: safetensors and torch's own."""
+    if mutant.random.random() < 0.5:
+        path = folder / "state.safetensors"
+        path.write_bytes(mutant.safetensors(save(hostile.factors())))
+    else:
+        path = folder / "state.pt"
+        path.write_bytes(mutant.blob(_good("state")))
+    return lambda: read_state(path)
+
+
+def settings(mutant: Mutator, folder: Path) -> Callable[[], object]:
+    """YAML of a transfer or a fleet."""
+    transfer = {"source_base": "a", "source_tuned": "b", "target_base": "c", "calibration": "d.jsonl", "out": "e",
+                "samples": 9, "scale": 1.0, "templates": ["a"], "method_settings": {"a": 1}}  # fmt: skip
+    fleet = {"adapters": "a", "out": "b", "moves": [{"name": "x", "alignment": "c", "target_base": "d"}], "batch": 2}
+    path = folder / "settings.yaml"
+    kind, data = mutant.random.choice(((TransferSettings, transfer), (FleetSettings, fleet)))
+    try:
+        text = yaml.safe_dump(mutant.value(data)).encode("utf-8", "surrogatepass")
+    except (yaml.YAMLError, TypeError, ValueError):
+        text = mutant.text(data)
+    path.write_bytes(mutant.blob(text) if mutant.random.random() < 0.5 else text)
+    return lambda: load_settings(kind, path, {})
+
+
+def records(mutant: Mutator, folder: Path) -> Callable[[], object]:
+    """taskferry.json of an output, as `taskferry inspect` shows it."""
+    from taskferry.cli.inspect import describe
+
+    row = {"parameter": "a.weight", "status": "moved", "reason": "", "shape": [2, 2]}
+    record = {"coverage": {"rows": [row, row]}, "verdict": {"sentence": "2 of 2", "scale": 1.0}}
+    (folder / "taskferry.json").write_bytes(mutant.text(record))
+    return lambda: describe(str(folder))
+
+
+def data(mutant: Mutator, folder: Path) -> Callable[[], object]:
+    """JSONL, CSV, Parquet and pictures."""
+    from taskferry.calibration.data import load_samples, picture
+
+    rows = [{"text": f"row {i}", "text_pair": "x", "label": i % 2, "messages": [{"role": "user"}]} for i in range(4)]
+    kind = mutant.random.choice(("jsonl", "json", "csv", "parquet", "picture", "picture", "picture"))
+    path = folder / f"data.{kind}"
+    if kind == "picture":
+        content = mutant.blob(_good(mutant.random.choice(("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP"))))
+        return lambda: picture({"image": {"bytes": content}})
+    if kind == "parquet":
+        path.write_bytes(mutant.blob(_good("parquet")))
+    elif kind == "csv":
+        path.write_bytes(mutant.blob(b"text,label\n" + b"".join(b"word %d,%d\n" % (i, i % 2) for i in range(6))))
+    else:
+        made = [mutant.text(row) if mutant.random.random() < 0.3 else dump(row) for row in rows]
+        path.write_bytes(b"\n".join(made) if kind == "jsonl" else b"[" + b",".join(made) + b"]")
+
+    def read() -> None:
+        found = load_samples(str(path))
+        found.identity()
+
+    return read
+
+
+def models(mutant: Mutator, folder: Path) -> Callable[[], object]:
+    """A small Hugging Face folder: configuration or weights changed."""
+    from taskferry.checkpoints import load_model
+
+    config, weights = _good("model config"), _good("model")
+    part = mutant.random.random()
+    (folder / "config.json").write_bytes(mutant.text(json.loads(config)) if part < 0.6 else config)
+    (folder / "model.safetensors").write_bytes(mutant.safetensors(weights) if part > 0.5 else weights)
+    return lambda: load_model(str(folder))
+
+
+READERS: dict[str, Fuzz] = {
+    "adapters": adapters,
+    "indexes": indexes,
+    "alignments": alignments,
+    "task vectors": task_vectors,
+    "state files": states,
+    "settings": settings,
+    "records": records,
+    "data": data,
+    "model folders": models,
+}
+# Of all inputs; the last two are slow: libraries that read a file in tens of milliseconds.
+SHARES = {"adapters": 0.24, "indexes": 0.15, "alignments": 0.22, "task vectors": 0.15, "state files": 0.12,
+          "settings": 0.05, "records": 0.05, "data": 0.018, "model folders": 0.002}  # fmt: skip
+SKELETON = hostile.skeleton()
+_KEPT: dict[str, bytes] = {}
+
+
+@cache
+def _alignment() -> Alignment:
+    return hostile.alignment()
+
+
+def _good(kind: str) -> bytes:
+    """The file that mutants are made from."""
+    if kind in _KEPT:
+        return _KEPT[kind]
+    buffer = io.BytesIO()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "x"
+        if kind == "alignment":
+            hostile.alignment().save(path)
+        elif kind == "task vector":
+            state = hostile.factors()
+            A, B = state.values()
+            change = TaskVector({f"{hostile.MODULE}.weight": B @ A, f"{hostile.MODULE}.bias": B[:, 0]})
+            from taskferry.taskvector import LowRank
+
+            TaskVector({**change.deltas, f"{hostile.MODULE}.weight": LowRank(B, A)}).save(path)
+        elif kind == "state":
+            torch.save({"state_dict": hostile.factors(), "step": 3}, path)
+        elif kind == "parquet":
+            import pyarrow
+            from pyarrow import parquet
+
+            table = pyarrow.table({"text": [f"row {i}" for i in range(9)], "label": [i % 2 for i in range(9)]})
+            parquet.write_table(table, path)
+        elif kind in ("model", "model config"):
+            from tests.helpers import folders
+
+            folder = folders.encoder(Path(scratch) / "m", 8, 1, 1)
+            _KEPT["model config"] = (folder / "config.json").read_bytes()
+            _KEPT["model"] = (folder / "model.safetensors").read_bytes()
+            return _KEPT[kind]
+        else:
+            from PIL import Image
+
+            Image.radial_gradient("L").resize((24, 16)).convert("RGB").save(buffer, kind)
+            path.write_bytes(buffer.getvalue())
+        _KEPT[kind] = path.read_bytes()
+    return _KEPT[kind]
+
+
+class Watch:
+    """Sees what the process does: writing outside of a folder, starting programs, connecting."""
+
+    def __init__(self, folder: Path) -> None:
+        self.allowed = (os.fspath(folder), "/dev/null", "/proc/self/")
+        self.seen: list[str] = []
+        self.on = False
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, given: tuple[Any, ...]) -> None:
+        if not self.on:
+            return
+        if event == "open":
+            path, mode, flags = given
+            writes = (isinstance(mode, str) and set(mode) & set("wax+")) or (
+                isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            )
+            if writes and not isinstance(path, int):
+                self._path(event, path)
+        elif event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "shutil.rmtree"):
+            self._path(event, given[0])
+        elif event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect", "ctypes.dlopen"):
+            self.seen.append(f"{event} {given[:1]}")
+
+    def _path(self, event: str, path: object) -> None:
+        text = os.path.abspath(os.fsdecode(path))  # type: ignore[arg-type]
+        if not text.startswith(self.allowed):
+            self.seen.append(f"{event} {text}")
+
+
+def fuzz(reader: str, count: int, seed: int = 0) -> dict[str, Any]:
+    """So many inputs through one reader, in a process that may die; each escape with the input that made it."""
+    found: dict[str, Any] = {"inputs": 0, "refused": 0, "accepted": 0, "escapes": [], "seconds": 0.0, "peak": 0}
+    started, start = time.time(), 0
+    root = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    try:
+        while start < count:
+            start = _one_process(reader, start, count, seed, root, found)
+            if len(found["escapes"]) >= 20:
+                break
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    found["seconds"] = round(time.time() - started, 1)
+    return found
+
+
+def _one_process(reader: str, start: int, count: int, seed: int, root: Path, found: dict[str, Any]) -> int:
+    """Up to the end, or to the input that kills the process; returns where to go on."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ours)
+        try:
+            _loop(reader, start, count, seed, root, os.fdopen(theirs, "w", buffering=1))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    at, done, silent = start, False, 0
+    with os.fdopen(ours, "r") as lines:
+        while True:
+            ready, _, _ = select.select([lines], [], [], 1.0)
+            if ready:
+                line = lines.readline()
+                if not line:
+                    break
+                message = json.loads(line)
+                silent = 0
+                at = message.get("at", at)
+                for name in ("inputs", "refused", "accepted"):
+                    found[name] += message.get(name, 0)
+                found["peak"] = max(found["peak"], message.get("peak", 0))
+                if "escape" in message:
+                    found["escapes"].append(message["escape"])
+                done = message.get("done", done)
+            else:
+                silent += 1  # seconds in which we ran as well: a machine that is paused is no hang
+                if silent > 6 * HANG:
+                    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if not done:
+        found["inputs"] += 1
+        found["escapes"].append(f"{reader}, input {at} or soon after, seed {seed}: the process died ({status})")
+        return at + STEP + 1
+    return count
+
+
+def _loop(reader: str, start: int, count: int, seed: int, root: Path, tell: Any) -> None:
+    folder = root / f"{start}"
+    folder.mkdir()
+    os.chdir(folder)
+    tempfile.tempdir = str(root)
+    make = READERS[reader]
+    warm = make(Mutator(0), folder)  # imports and kept files are no fault of an input
+    _answer(warm)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, -1))
+    watch = Watch(root)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    signal.signal(signal.SIGPROF, _ring)
+    counts = {"inputs": 0, "refused": 0, "accepted": 0}
+    for i in range(start, count):
+        read = make(Mutator(seed * 10**9 + i), folder)
+        signal.setitimer(signal.ITIMER_PROF, HANG)
+        watch.on = True
+        outcome = _answer(read)
+        watch.on = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        if watch.seen:
+            outcome, watch.seen = f"{watch.seen[0]}", []
+        counts["inputs"] += 1
+        if outcome in counts:
+            counts[outcome] += 1
+        else:
+            tell.write(json.dumps({"escape": f"{reader}, input {i}, seed {seed}: {outcome}"}) + "\n")
+        if i % STEP == 0:
+            peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+            tell.write(json.dumps({"at": i, "peak": peak, **counts}) + "\n")
+            counts = dict.fromkeys(counts, 0)
+    tell.write(json.dumps({"done": True, **counts}) + "\n")
+
+
+def _ring(number: int, frame: object) -> None:  # noqa: ARG001
+    raise _Hang
+
+
+class _Hang(BaseException):
+    """Ten seconds are over."""
+
+
+def _answer(read: Callable[[], object]) -> str:
+    try:
+        read()
+    except TaskferryError as error:
+        shown = str(error)
+        return "refused" if len(shown) < 5000 else f"a message of {len(shown)} letters"
+    except _Hang:
+        return f"no answer in {HANG} s"
+    except BaseException:
+        return traceback.format_exc(limit=-3)
+    return "accepted"
+
+
+def _adapter(folder: Path, data: bytes) -> None:
+    """The configuration up to a mark, then the factors."""
+    config, _, factors = data.partition(MARK)
+    (folder / "adapter_config.json").write_bytes(config)
+    (folder / "adapter_model.safetensors").write_bytes(factors)
+    read_adapter(folder, SKELETON)
+
+
+def _index(folder: Path, data: bytes) -> None:
+    (folder / "model.safetensors.index.json").write_bytes(data)
+    check_folder(folder)
+
+
+def _saved_alignment(folder: Path, data: bytes) -> None:
+    (folder / "x.alignment").write_bytes(data)
+    Alignment.load(folder / "x.alignment").apply(TaskVector({}))
+
+
+MARK = b"\x1e"
+BY_COVERAGE: dict[str, Callable[[Path, bytes], None]] = {
+    "adapters": _adapter,
+    "indexes": _index,
+    "alignments": _saved_alignment,
+}
+
+
+def _seed(reader: str) -> bytes:
+    """What the first mutants are made from."""
+    if reader == "alignments":
+        return _good("alignment")
+    if reader == "indexes":
+        return json.dumps({"weight_map": {"a": "a.safetensors"}}).encode()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "alpha_pattern": {"q.*y": 2}, "rank_pattern": {"key": 1}}
+    return json.dumps(config).encode() + MARK + save(hostile.factors())
+
+
+def _mutate(reader: str, data: bytes, most: int, number: int) -> bytes:
+    """By structure where there is one left, by bytes otherwise."""
+    mutant = Mutator(number)
+    try:
+        if reader == "alignments":
+            return mutant.safetensors(data, HEADER)[:most]
+        config, mark, rest = data.partition(MARK)
+        if mark and number % 2:
+            return (config + mark + mutant.safetensors(rest))[:most]
+        return (mutant.text(json.loads(config)) + mark + rest)[:most]
+    except Exception:  # there is no structure left
+        return mutant.blob(data)[:most]
+
+
+def guided(reader: str, runs: int) -> None:
+    """So many mutants by coverage; atheris ends the process."""
+    import atheris
+
+    work = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    corpus, folder = work / "corpus", work / "folder"
+    corpus.mkdir()
+    folder.mkdir()
+    (corpus / "good").write_bytes(_seed(reader))
+    (folder / "a.safetensors").write_bytes(save(hostile.factors()))
+
+    def one(data: bytes) -> None:
+        with suppress(TaskferryError):
+            BY_COVERAGE[reader](folder, data)
+
+    def custom(data: bytes, most: int, number: int) -> bytes:
+        return _mutate(reader, data, most, number)
+
+    words = [sys.argv[0], f"-runs={runs}", "-timeout=10", "-rss_limit_mb=4000", "-max_len=100000", "-verbosity=0",
+             f"-artifact_prefix={tempfile.gettempdir()}/", str(corpus)]  # fmt: skip
+    atheris.Setup(words, one, custom_mutator=custom)
+    atheris.Fuzz()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("reader", choices=READERS)
+    parser.add_argument("count", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--guided", action="store_true", help=f"by coverage: {', '.join(BY_COVERAGE)}")
+    options = parser.parse_args()
+    if options.guided:
+        guided(options.reader, options.count)
+        return
+    torch.set_num_threads(1)
+    found = fuzz(options.reader, options.count, options.seed)
+    for escape in found["escapes"][:5]:
+        print(escape)
+    print(json.dumps({name: value for name, value in found.items() if name != "escapes"}))
+    sys.exit(1 if found["escapes"] else 0)
+
+
+if __name__ == "__main__":
+    main()

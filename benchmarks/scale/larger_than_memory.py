@@ -1,0 +1,251 @@
+"""Two models three times as large as the memory they may use, through `taskferry transfer --engine blockwise`.
+
+    python benchmarks/scale/larger_than_memory.py [--quick] [--json FILE] [--folder WORK]
+
+A Llama of 1.5 B parameters with a full fine-tune, and one of 3 B: bfloat16, random weights, written shard by shard.
+The transfer runs in a process of its own; a watcher kills it the moment its resident memory passes the limit. What
+`--dry-run` foretold stands beside what it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.shared import common
+
+SENTENCE = "the ship carries what was learned on one shore to another and nobody trains it again under way"
+WORDS = SENTENCE.split()
+FORETOLD = 0.25
+OK = (0, 3)  # 3: no scale helps random weights, which is an answer too
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama's shape."""
+
+    width: int
+    hidden: int
+    layers: int
+    heads: int
+
+    @property
+    def block(self) -> int:
+        return 4 * self.width**2 + 3 * self.width * self.hidden
+
+    def parameters(self, vocabulary: int) -> int:
+        return self.layers * self.block + 2 * vocabulary * self.width
+
+
+FULL = (Size(2048, 5632, 28, 16), Size(2560, 6912, 36, 20))
+QUICK = (Size(1024, 2816, 16, 8), Size(1280, 3456, 24, 10))
+
+
+def tokenizer(folder: Path) -> int:
+    """A tokenizer of words, the same for both."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(["<s>", "</s>", "<unk>", *dict.fromkeys(WORDS)])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    fast.save_pretrained(folder)
+    return len(vocabulary)
+
+
+def write_model(folder: Path, size: Size, vocabulary: int, seed: int, tuned: float = 0.0) -> None:
+    """Shard by shard, one block each; `tuned` adds noise of that size to the same weights."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary, hidden_size=size.width, intermediate_size=size.hidden, num_hidden_layers=size.layers,
+        num_attention_heads=size.heads, num_key_value_heads=size.heads, max_position_embeddings=512, dtype="bfloat16",
+        architectures=["LlamaForCausalLM"], tie_word_embeddings=False,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    tokenizer(folder)
+    count = size.layers + 1
+    index: dict[str, str] = {}
+    total = 0
+    for shard in range(count):
+        generator = torch.Generator().manual_seed(1000 * seed + shard)
+        noise = torch.Generator().manual_seed(1000 * seed + shard + 500)
+
+        def random(rows: int, columns: int, scale: float = 0.02) -> torch.Tensor:
+            value = scale * torch.randn(rows, columns, generator=generator)  # noqa: B023
+            if tuned:
+                value += tuned * torch.randn(rows, columns, generator=noise)  # noqa: B023
+            return value.bfloat16()
+
+        d, h = size.width, size.hidden
+        if shard < size.layers:
+            at = f"model.layers.{shard}"
+            tensors = {f"{at}.self_attn.{n}_proj.weight": random(d, d) for n in "qkvo"}
+            tensors |= {f"{at}.mlp.{n}_proj.weight": random(h, d) for n in ("gate", "up")}
+            tensors[f"{at}.mlp.down_proj.weight"] = random(d, h)
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                tensors[f"{at}.{norm}.weight"] = torch.ones(d, dtype=torch.bfloat16)
+        else:
+            tensors = {"model.embed_tokens.weight": random(vocabulary, d, 1.0), "lm_head.weight": random(vocabulary, d)}
+            tensors["model.norm.weight"] = torch.ones(d, dtype=torch.bfloat16)
+        file = f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
+        save_file(tensors, folder / file, {"format": "pt"})
+        index |= dict.fromkeys(tensors, file)
+        total += sum(t.nbytes for t in tensors.values())
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+    )
+
+
+def write_data(path: Path, samples: int, words: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lines = []
+    for _ in range(samples):
+        chosen = torch.randint(0, len(WORDS), (words,), generator=generator).tolist()
+        lines.append(json.dumps({"text": " ".join(WORDS[i] for i in chosen)}))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def watched(command: list[str], limit: int) -> dict[str, Any]:
+    """Run under a hard limit of resident memory; (seconds, peak, exit code, output)."""
+    started, peak = time.time(), 0
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True)
+        status = Path(f"/proc/{process.pid}/status")
+        killed = False
+        while process.poll() is None:
+            try:
+                fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+            except (FileNotFoundError, ProcessLookupError):
+                break
+            if "VmRSS" in fields:
+                peak = max(peak, 1024 * int(fields["VmHWM"].split()[0]))
+                if 1024 * int(fields["VmRSS"].split()[0]) > limit:
+                    process.kill()
+                    killed = True
+            time.sleep(0.02)
+        process.wait()
+        output.seek(0)
+        return {
+            "seconds": time.time() - started,
+            "peak": peak,
+            "code": process.returncode,
+            "killed": killed,
+            "output": output.read(),
+        }
+
+
+def planned_and_run(words: list[str], limit: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `--dry-run` foretells, and what the run takes."""
+    told = subprocess.run([*words, "--dry-run"], capture_output=True, text=True, check=True).stdout
+    return json.loads(told)["plan"], watched(words, limit)
+
+
+def numbers(plan: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    record = json.loads(found["output"]) if found["code"] in OK else {}
+    return {
+        "peak_bytes": found["peak"],
+        "planned_bytes": plan["memory_bytes"],
+        "transfer_seconds": round(found["seconds"]),
+        "planned_seconds": round(plan["seconds"]),
+        "verdict": record.get("verdict"),
+        "work": record.get("work"),
+    }
+
+
+def failed(plan: dict[str, Any], found: dict[str, Any], limit: int, minutes: float) -> list[str]:
+    failures = []
+    if found["killed"]:
+        failures.append(f"killed: resident memory passed {limit / 2**30:.1f} GiB")
+    elif found["code"] not in OK:
+        failures.append(f"exit code {found['code']}: {found['output'][-400:]}")
+    if abs(plan["memory_bytes"] / max(1, found["peak"]) - 1) > FORETOLD:
+        failures.append(f"the plan said {plan['memory_bytes'] / 1e9:.2f} GB, the peak was {found['peak'] / 1e9:.2f} GB")
+    if found["seconds"] > 60 * minutes:
+        failures.append(f"{found['seconds'] / 60:.0f} minutes, the bound is {minutes}")
+    return failures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a smaller pair under a smaller limit")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--folder", type=Path, help="where the models are written (20 GB); a temporary one otherwise")
+    options = parser.parse_args()
+    started = time.time()
+    sizes = QUICK if options.quick else FULL
+    vocabulary_size = len(dict.fromkeys(WORDS)) + 3 if options.quick else 32_000
+    samples, words, limit = (8, 32, int(1.2 * 2**30)) if options.quick else (16, 64, 3 * 2**30)
+    minutes = 3 if options.quick else 60
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+        work = Path(temporary)
+        for name, size, seed, tuned in (
+            ("a", sizes[0], 1, 0.0),
+            ("a-tuned", sizes[0], 1, 0.002),
+            ("b", sizes[1], 2, 0.0),
+        ):
+            (work / name).mkdir()
+            write_model(work / name, size, vocabulary_size, seed, tuned)
+        write_data(work / "data.jsonl", samples, words)
+        weights = sum(f.stat().st_size for n in ("a", "b") for f in (work / n).glob("*.safetensors"))
+        command = [sys.executable, "-m", "taskferry", "transfer", "--source-base", work / "a", "--source-tuned"]
+        command += [work / "a-tuned", "--target-base", work / "b", "--calibration", work / "data.jsonl", "--samples"]
+        command += [samples, "--micro-batch", 2, "--engine", "blockwise", "--out", work / "out", "--json"]
+        words_ = [str(word) for word in command]
+        plan, found = planned_and_run([*words_, "--method", "bico", "--scale", "1"], limit)
+        shutil.rmtree(work / "out", ignore_errors=True)
+        # The default with its automatic scale: several times the walks over the weights, so not in a quick run.
+        default = None if options.quick else planned_and_run(words_, limit)
+    blocks = 4 * (sizes[0].block + sizes[1].block)
+    results = {
+        "parameters": [size.parameters(vocabulary_size) for size in sizes],
+        "weights_bytes": weights,
+        "limit_bytes": limit,
+        "one_block_of_each_float32": blocks,
+        "tokens": plan["tokens"],
+        **numbers(plan, found),
+    }
+    failures = failed(plan, found, limit, minutes)
+    if default is not None:
+        results["default"] = numbers(*default)
+        failures += [f"the default: {why}" for why in failed(*default, limit, 8 * minutes)]
+        for of, some in (("bico", (plan, found)), ("the default", default)):
+            foretold = some[0]["seconds"] / some[1]["seconds"]
+            if not 1 / 1.5 <= foretold <= 1.5:
+                failures.append(f"{of}: {foretold:.2f} times the time that it took was foretold, the bound is 1.5")
+    if not options.quick and (weights < 2.8 * limit or plan["tokens"] < 1024):  # 9 GB against 3 GiB
+        failures.append(f"{weights / limit:.1f} times the limit and {plan['tokens']} tokens: too small")
+    giga = 2**30
+    rows = [
+        ["parameters", " → ".join(f"{p / 1e9:.2f} B" for p in results["parameters"])],
+        ["weights of both bases on disk, bfloat16", f"{weights / giga:.1f} GiB"],
+        ["hard limit of resident memory", f"{limit / giga:.1f} GiB"],
+        ["peak", f"{found['peak'] / giga:.2f} GiB"],
+        ["one block of each model in float32", f"{blocks / giga:.2f} GiB"],
+        ["peak that --dry-run foretold", f"{plan['memory_bytes'] / giga:.2f} GiB"],
+        ["calibration tokens", str(plan["tokens"])],
+        ["time", f"{found['seconds'] / 60:.1f} minutes (foretold {plan['seconds'] / 60:.1f})"],
+    ]
+    if default is not None:
+        plan, found = default
+        rows.append(["the default with automatic scale: peak", f"{found['peak'] / giga:.2f} GiB"])
+        rows.append(["its time", f"{found['seconds'] / 60:.1f} minutes (foretold {plan['seconds'] / 60:.1f})"])
+    common.finish(results, common.table(["", ""], rows), options.json, failures, started)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""docs/results.md, and the table of the README, from the committed results.
+
+    python benchmarks/shared/results.py [--check]
+
+Nothing is measured here. `--check` writes nothing and exits with 1 where the page is not what the results say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.shared import common
+from benchmarks.zoo import zoo, zoo_data
+from taskferry.bench.recipe import load_recipe
+from taskferry.bench.running import ORACLE, TARGET
+from taskferry.bench.tables import from_json, lines, markdown
+
+PAGE = common.ROOT / "docs" / "results.md"
+TABLES = tuple(PAGE.parent / f"{name}.md" for name in ("performance", "scale", "analysis", "reliability"))
+README = common.ROOT / "README.md"
+BEGIN, END = "<!-- made by benchmarks/shared/results.py -->", "<!-- end -->"
+ROWS = ("naive", "theseus", "bico", "bico, automatic scale", "few-shot", "few-shot, from bico")
+
+INTRODUCTION = """# Results
+
+Every number on this page comes from a file in `benchmarks/results/`, and the page from
+`python benchmarks/shared/results.py`. Machine: two CPU cores, no GPU. Spreads are standard deviations over draws of the
+calibration set. *Recovered* is the share of what fine-tuning the target on all training data would gain (the *oracle*).
+*Gain* is over the target as it is, in the same draws. Test data is looked at only to score; the automatic scale is
+chosen on the calibration samples.
+"""
+
+ZOO = """## The zoo
+
+Four small OpenCLIP models, pre-trained from nothing by `python benchmarks/zoo/pretrain_zoo.py NAME` and committed in
+`benchmarks/zoo` with the command, seed and log that made them:
+
+{models}
+
+`narrow` saw one part of the fonts and drawings, the others a second part that shares no font family and no drawing
+with the first. Seven tasks (`python benchmarks/zoo/zoo_tasks.py OUT`): handwritten digits and letters (mnist, letters),
+photographs (fashion, cifar10), glyphs of unseen fonts under unseen corruptions (occluded, case), drawings of unseen
+classes (drawings). Zero-shot heads from each model's own text tower. Sources and oracles are fine-tuned for
+{steps} steps of {batch} at {rate:g}. Rows that train (few-shot) are run on one draw of mnist and cifar10.
+
+All of it: `python benchmarks/zoo/zoo.py --json benchmarks/results/zoo.json`.
+"""
+
+HEADS = """BiCo at scale 1 with gradients of different losses, 100 samples; gain over the target, scored on
+samples of the training set that the source never saw."""
+CAUSAL = """LoRA adapters of a small Llama on three domains, moved to a larger one of the same tokenizer and to one with
+a tokenizer of its own; all pre-trained here on film reviews. The share is of the loss that a LoRA trained on the target
+takes away."""
+
+BEYOND = """`twofold`, the default of `transfer`, beside BiCo: whitened gradients of one length, a second capture
+halfway, three augmented views of each image labelled by the tuned source, a scale for each role of layer, the target's
+own patch embedding; nothing is trained. Everything was chosen on mnist, fashion and drawings (the tables below); these
+are the other four tasks, on as many draws, pairs and tasks as each row says, 100 samples unless N says otherwise.
+*Teacher* has no labels but the tuned source's. *Least gain* is the worst of all pairs and tasks, in points over the
+target as it is. Where rows of `distil` are shown: they train (100 steps towards the tuned source's outputs), so they
+are no replacement where nothing may be trained."""
+
+IDEAS = """One draw each, 100 samples, on the tasks that settings were chosen on (mnist, fashion, drawings) and four
+pairs (narrow → wide, wide → narrow, twin → deep, deep → narrow); rows were run in as many of the twelve cells as the
+last column says, and BiCo in the same cells stands beside them. Kept: whitened outputs of equal weight, the second
+pass, augmented views of images, a scale for each role, and no patch embedding. Not kept, because they do not help or
+no longer do beside those: soft and random labels, truncation and shrinkage by noise, regression in place of
+isometries, whitened or centred inputs, one map along the residual stream, third and fourth passes, a scale for each
+block or site, matching blocks by CKA, splitting or summing over blocks. The rows called *a limit* look at the
+oracle's own change and are no method: with the right maps the form R_outᵀ τ R_in carries nearly all of the gain, so
+what is missing is in the maps that activations and gradients of frozen models can tell."""
+
+WARM = """The target is tuned by the zoo's protocol on all training samples, from where it is and from what the
+default method moved with 100 unlabelled samples; every ten steps the held-out tenth is scored. Columns of goals: steps
+until so much of the cold start's gain is there, moved start / cold start. One task and one draw so far."""
+
+DEPTH = """Block i of MiniLM-L6 descends from block 2i of gte-small. Likeness of what the MLP reads, on 100 sentences;
+the paper's rule, nearest in relative depth, is closest to the truth, and stays."""
+
+
+def read(name: str) -> dict[str, Any]:
+    path = common.RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def zoo_models() -> str:
+    rows = []
+    for folder in sorted(path.parent for path in zoo_data.ZOO.glob("*/training.json")):
+        config = json.loads((folder / "open_clip_config.json").read_text())["model_cfg"]["vision_cfg"]
+        log = json.loads((folder / "training.json").read_text())
+        grid = config["image_size"] // config["patch_size"]
+        rows.append(
+            [folder.name, str(config["width"]), str(config["layers"]), f"{config['image_size']} ({grid}×{grid})",
+             log["part"], str(log["seed"]), f"{log['log'][-1]['held_out_fonts']} %", f"{log['seconds'] / 60:.0f} min"]
+        )  # fmt: skip
+    header = ["", "width", "blocks", "pixels (patches)", "part", "seed", "62 characters of unseen fonts", "made in"]
+    return common.table(header, rows)
+
+
+def zoo_part(results: dict[str, Any]) -> list[str]:
+    protocol = load_recipe("zoo/table1").finetune
+    text = [
+        ZOO.format(models=zoo_models(), steps=protocol.steps, batch=protocol.batch, rate=protocol.learning_rate),
+        "### In short\n",
+    ]
+    scenarios = zoo.at_hundred(results)
+    header = ["at N = 100", "draws", "target", "oracle", *(f"{row}: gain" for row in ROWS[:4]), "BiCo", "automatic"]
+    rows = []
+    for scenario, groups in scenarios.items():
+        for key, scores in groups.items():
+            found = {line.row: line for line in lines(scores, key[3])}
+            gains = [f"{found[row].gain:+.1f}" if row in found else "" for row in ROWS[:4]]
+            shares = [f"{found[row].recovered:.0%}" for row in ROWS[2:4]]
+            fixed = [f"{found[row].average:.1f}" for row in (TARGET, ORACLE)]
+            draws = str(found["bico"].draws)
+            rows.append([f"{scenario} ({key[0]} → {key[1]})", draws, *fixed, *gains, *shares])
+    mean = zoo.averages(results)
+    gains = [f"**{mean[row]['gain']:+.1f}**" for row in ROWS[:4]]
+    shares = [f"**{mean[row]['recovered']:.0%}**" for row in ROWS[2:4]]
+    rows.append(["**mean over scenarios**", "", "", "", *gains, *shares])
+    text.append(common.table(header, rows))
+    text.append(few_shot_part(scenarios))
+    grown = {row: zoo.growth(results, row) for row in ("theseus", "bico", "bico, automatic scale")}
+    counts = list(grown["bico"])
+    growing = [[row, *(f"{values[c]:+.1f}" for c in counts)] for row, values in grown.items()]
+    text.append(
+        "\n### Gain by number of samples\n\nMean over tasks, draws and the scenarios that were run at every N.\n\n"
+        + common.table(["", *(f"N = {c}" for c in counts)], growing)
+    )
+    missed = zoo.missed(results)
+    verdict = "\n".join(f"- {sentence}" for sentence in missed) if missed else "All bounds of the benchmark hold."
+    text.append(f"\n### Bounds\n\n{verdict}")
+    for name, found in results.items():
+        share = (
+            f"{found['seconds_moving'] / 60:.0f} minutes of one core for moving (fine-tunes and scoring not counted)"
+        )
+        scale = found["scales"]
+        chosen = f" Automatic scales: mean {scale['mean']}, from {scale['least']} to {scale['most']}." if scale else ""
+        page = markdown(from_json(found["groups"]), found["counted"], found["refused"])
+        seeds = load_recipe(name).seeds - 1
+        command = f"`taskferry bench run {name}`, seeds 0 to {seeds}; {share}.{chosen}"
+        text.append(f"\n### {found['title']}\n\n{command}\n\n{page}")
+    return text
+
+
+def readme_table(results: dict[str, Any]) -> str:
+    """The averages, short enough for the first screen."""
+    mean, scenarios = zoo.averages(results), zoo.at_hundred(results)
+    target = [
+        line.average for g in scenarios.values() for k, s in g.items() for line in lines(s, k[3]) if line.row == TARGET
+    ]
+    names = {
+        "naive": "+ the source's task vector as it is, padded or cropped",
+        "theseus": "+ THESEUS",
+        "bico": "+ BiCo, scale 1 (the paper)",
+        "bico, automatic scale": "+ BiCo, scale chosen on the 100 samples",
+        ORACLE: "target fine-tuned on all 960 to 4,000 samples",
+    }
+    rows = [["target as it is", f"{statistics.mean(target):.1f}", ""]]
+    for row, name in names.items():
+        rows.append([name, f"{statistics.mean(target) + mean[row]['gain']:.1f}", f"{mean[row]['recovered']:.0%}"])
+    tasks = max(len(s[TARGET]) for g in scenarios.values() for s in g.values())
+    header = [
+        f"{len(scenarios)} pairs of small CLIP models, {tasks} tasks, 100 samples",
+        "accuracy",
+        "share of the gain",
+    ]
+    return common.table(header, rows)
+
+
+def few_shot_rows(scenarios: dict[str, Any]) -> list[list[str]]:
+    """What a user would do instead, on the same draws and tasks."""
+    rows = []
+    for row in ("bico", "bico, automatic scale", "few-shot", "few-shot, from bico"):
+        gains, shares, wins, cells = [], [], 0, 0
+        for groups in scenarios.values():
+            for scores in groups.values():
+                if "few-shot" not in scores:
+                    continue
+                for task, draws in scores["few-shot"].items():
+                    for draw in draws:
+                        gains.append(scores[row][task][draw] - scores[TARGET][task][draw])
+                        shares.append(scores[ORACLE][task][draw] - scores[TARGET][task][draw])
+                        best = max(scores[r][task][draw] for r in ROWS[2:])
+                        wins += scores[row][task][draw] == best
+                        cells += 1
+        if gains:
+            recovered = f"{statistics.mean(gains) / statistics.mean(shares):.0%}"
+            rows.append([row, f"{statistics.mean(gains):+.1f}", recovered, f"{wins} of {cells}"])
+    return rows
+
+
+def few_shot_part(scenarios: dict[str, Any]) -> str:
+    header, rows = ["", "gain", "recovered", "best of the four"], few_shot_rows(scenarios)
+    return (
+        "\n### What a user would do instead\n\nFew-shot fine-tuning of the target on the same 100 samples, its steps "
+        "chosen by cross-validation within them, and the same from the moved start. Only the draws and tasks on which "
+        "all four were run.\n\n" + common.table(header, rows)
+    )
+
+
+def real_part(results: dict[str, Any]) -> list[str]:
+    text = [
+        "\n## Real pre-trained pairs\n\n`python benchmarks/quality/real_pairs.py --json "
+        "benchmarks/results/real_pairs.json`: published models and data, sources tuned on thousands of samples, every "
+        "row of the target with a linear probe fitted on the same 100 samples. The oracle and the source, fine-tuned, "
+        "are scored by such a probe as well; their fine-tunes have seen these samples."
+    ]
+    for name, found in results.items():
+        page = markdown(from_json(found["groups"]), "N", found["refused"])
+        text.append(f"\n### {found['title']}\n\n`{name}`, seeds 0 to {load_recipe(name).seeds - 1}.\n\n{page}")
+    return text
+
+
+def plain_part(name: str, title: str, words: str) -> list[str]:
+    path = common.RESULTS / f"{name}.md"
+    if not path.exists():
+        return []
+    seconds = read(name).get("seconds", 0)
+    command = f"`python benchmarks/quality/{name}.py --json benchmarks/results/{name}.json`"
+    took = f", {seconds / 60:.0f} minutes" if seconds else ""
+    return [f"\n## {title}\n\n{words} {command}{took}.\n\n{path.read_text().strip()}"]
+
+
+def page() -> str:
+    parts = [INTRODUCTION]
+    if results := read("zoo"):
+        parts += zoo_part(results)
+    if results := read("real_pairs"):
+        parts += real_part(results)
+    parts += plain_part("beyond", "Beyond the paper", BEYOND)
+    parts += plain_part("ideas", "What was tried beyond the paper", IDEAS)
+    parts += plain_part("warm_start", "A warm start for fine-tuning", WARM)
+    parts += plain_part("depth", "Which block feeds which, where the truth is known", DEPTH)
+    parts += plain_part("heads", "Which loss gives an encoder's gradients", HEADS)
+    parts += plain_part("causal", "Causal language models", CAUSAL)
+    limits = common.RESULTS / "limits.md"
+    if limits.exists():
+        words = (Path(__file__).parent / "analysis.md").read_text()
+        parts.insert(1, words.replace("LIMITS", limits.read_text().strip()))
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def stages(results: dict[str, Any]) -> str:
+    """Seconds of the first pair: the bare engine beside ours."""
+    wall = next(iter(results.values()))["wall"]
+    svd = next(iter(results.values()))["svd_seconds"]
+    bare = wall["bare passes"] + wall["bare products"]
+    rows = [
+        ["capture", f"{wall['bare passes']:.0f} + {wall['bare products']:.0f} = {bare:.0f}", f"{wall['capture']:.0f}"],
+        ["solve", f"{svd:.0f} (float64 SVD)", f"{wall['solve']:.0f}"],
+        ["apply", f"{wall['bare apply']:.1f}", f"{wall['apply']:.1f}"],
+        ["end to end", "", f"{wall['end to end']:.0f}"],
+    ]
+    return common.table(["stage", "bare engine", "taskferry"], rows)
+
+
+def with_tables(page: Path) -> str:
+    """A page with the tables of its marks put in."""
+    text = page.read_text()
+    found = {}
+    for name in re.findall(r"<!-- end (\w+) -->", text):
+        path = common.RESULTS / f"{name}.md"
+        if path.exists():
+            found[name] = path.read_text().strip()
+    if "<!-- stages -->" in text and (results := read("speed")):
+        found["stages"] = stages(results)
+    for name, table in found.items():
+        before, rest = text.split(f"<!-- {name} -->")
+        text = f"{before}<!-- {name} -->\n{table}\n<!-- end {name} -->{rest.split(f'<!-- end {name} -->')[1]}"
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail where the page is old")
+    options = parser.parse_args()
+    made = {PAGE: page(), **{path: with_tables(path) for path in TABLES}}
+    if results := read("zoo"):
+        before, rest = README.read_text().split(BEGIN)
+        after = rest.split(END)[1]
+        made[README] = f"{before}{BEGIN}\n{readme_table(results)}\n{END}{after}"
+    if options.check:
+        sys.exit(0 if all(p.exists() and p.read_text() == text for p, text in made.items()) else 1)
+    for path, text in made.items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

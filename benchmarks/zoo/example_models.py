@@ -1,0 +1,152 @@
+"""Make the models that `taskferry example` writes: two bases, a LoRA of the first, and text.
+
+    python benchmarks/zoo/example_models.py [--out src/taskferry/example/files]
+
+`base-a` is a small Llama, `base-b` a wider and deeper Qwen 3, pre-trained from nothing on two halves of the State of
+the Union addresses. `my-lora` is a PEFT LoRA of `base-a` on the King James Bible; `data.jsonl` are verses of its
+training text, `test.jsonl` verses of books that nothing was trained on. All of these texts are in the public domain.
+An adapter trained on the target itself is the oracle; it is measured and not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import transformers
+
+from benchmarks.quality import causal
+from benchmarks.shared import common
+from benchmarks.zoo import zoo_data
+from taskferry.calibration.data import load_samples
+from taskferry.checkpoints import Loaded, load_model
+from taskferry.disk.staging import staged_folder
+from taskferry.evaluation import FineTuning, Pool, evaluate, finetune
+from taskferry.fitting.objectives import LanguageModel
+
+LENGTH, WINDOW, VOCABULARY = 96, 240, 1024
+SIZES = {"base-a": (96, 4, 0), "base-b": (128, 6, 1)}  # width, blocks, which half of the speeches
+LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+CALIBRATION, TEST, LORA_STEPS = 128, 200, 150
+
+
+def make_data(root: Path) -> None:
+    """Two halves of the speeches by year, and scripture cut into training books and later books."""
+    if (root / "done").exists():
+        return
+    speeches = [" ".join(text.split()) for text in causal.speech_texts()]
+    for half in (0, 1):
+        pieces = [{"text": piece} for text in speeches[half::2] for piece in causal.windows(text, WINDOW)]
+        causal.write_lines(root / f"half{half}" / "train.jsonl", pieces)
+    verses = list(causal.windows(" ".join(causal.scripture()), WINDOW))
+    cut = int(0.9 * len(verses))
+    causal.write_lines(root / "scripture" / "train.jsonl", [{"text": v} for v in verses[:cut]])
+    later = verses[cut:]
+    causal.write_lines(root / "scripture" / "test.jsonl", [{"text": v} for v in later[:: len(later) // TEST][:TEST]])
+    (root / "done").touch()
+
+
+def tokenizer(root: Path) -> Any:
+    """One byte-level vocabulary for both bases, learned on both halves."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    bpe = ByteLevelBPETokenizer()
+    lines = [line for half in (0, 1) for line in (root / f"half{half}" / "train.jsonl").read_text().splitlines()[:9000]]
+    texts = (json.loads(line)["text"] for line in lines)
+    bpe.train_from_iterator(texts, VOCABULARY, special_tokens=["<s>", "</s>"], show_progress=False)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def architecture(name: str) -> Any:
+    width, blocks, _ = SIZES[name]
+    size = {
+        "vocab_size": VOCABULARY, "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": blocks,
+        "num_attention_heads": width // 32, "num_key_value_heads": width // 32, "max_position_embeddings": 256,
+        "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    if name == "base-a":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**size))
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**size, head_dim=32))
+
+
+def pretrain(name: str, root: Path, out: Path, steps: int) -> None:
+    words = tokenizer(root)
+    torch.manual_seed(SIZES[name][2])
+    model = architecture(name)
+    loaded = Loaded(model, name, None, causal.Words(words), frozenset(), {})
+    data = Pool(load_samples(str(root / f"half{SIZES[name][2]}")), loaded, max_length=LENGTH)
+    protocol = FineTuning(steps=steps, batch=32, learning_rate=3e-3, warmup=100, validation=0.01, every=250,
+                          precision="bfloat16")  # fmt: skip
+    history = finetune(model, data, LanguageModel(), protocol, folder=root / f"training-{name}",
+                       progress=causal.every(name, 100))  # fmt: skip
+    with staged_folder(out / name) as stage:
+        model.half().save_pretrained(stage)
+        words.save_pretrained(stage)
+        log = {"command": "python benchmarks/zoo/example_models.py", "steps": steps, "loss": history.looks[-1]}
+        (stage / "training.json").write_text(json.dumps(log) + "\n")
+
+
+def adapter(base: Path, root: Path, steps: int, out: Path | None = None) -> float:
+    """A LoRA on scripture; returns its loss on the later books."""
+    import peft
+
+    loaded = load_model(str(base))
+    torch.manual_seed(0)
+    model = peft.get_peft_model(loaded.model, peft.LoraConfig(**LORA))
+    data = Pool(load_samples(str(root / "scripture")), loaded, max_length=LENGTH)
+    protocol = FineTuning(steps=steps, batch=32, learning_rate=2e-3, weight_decay=0.0, warmup=20, validation=0.0,
+                          every=100, precision="bfloat16")  # fmt: skip
+    finetune(model, data, LanguageModel(), protocol, progress=causal.every(f"LoRA of {base.name}", 50))
+    if out is not None:
+        with staged_folder(out) as stage:
+            model.half().save_pretrained(stage)
+            _name_base(stage / "adapter_config.json", base.name)
+            (stage / "README.md").unlink()  # an empty form
+        model.float()
+    test = Pool(load_samples(str(root / "scripture"), split="test"), loaded, max_length=LENGTH)
+    return evaluate(model, test.batches(range(len(test)), 50), LanguageModel()).loss
+
+
+def _name_base(file: Path, name: str) -> None:
+    config = json.loads(file.read_text())
+    config["base_model_name_or_path"] = name
+    file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    home = common.ROOT / "src" / "taskferry" / "example" / "files"
+    parser.add_argument("--out", type=Path, default=home)
+    parser.add_argument("--steps", type=int, default=450)
+    parser.add_argument("--only", nargs="*", choices=SIZES, help="one of the two, to run both at once")
+    options = parser.parse_args()
+    started = time.time()
+    transformers.logging.disable_progress_bar()
+    root = zoo_data.DATA / "example"
+    make_data(root)
+    losses = {}
+    for name in options.only or SIZES:
+        if not (options.out / name).exists():
+            pretrain(name, root, options.out, options.steps)
+        what = "LoRA on its own base" if name == "base-a" else "LoRA trained on base-b (oracle)"
+        losses[what] = adapter(
+            options.out / name, root, LORA_STEPS, options.out / "my-lora" if name == "base-a" else None
+        )
+    lines = (root / "scripture" / "train.jsonl").read_text().splitlines()
+    shown = lines[:: len(lines) // CALIBRATION][:CALIBRATION]
+    (options.out / "data.jsonl").write_text("\n".join(shown) + "\n")
+    (options.out / "test.jsonl").write_text((root / "scripture" / "test.jsonl").read_text())
+    kept = options.out / "losses.json"
+    kept.write_text(json.dumps((json.loads(kept.read_text()) if kept.exists() else {}) | losses, indent=1) + "\n")
+    print(losses, f"{(time.time() - started) / 60:.0f} minutes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Whole files or none, temporaries, inputs that change."""

@@ -1,0 +1,321 @@
+"""Two models larger than memory: one block of each at a time (paper, section 4, on one block of each model).
+
+    >>> pair = BlockPair(LazyModel(…), LazyModel(…), calibration, objectives, scratch=folder)
+    >>> pair.move(tau, Capture())
+
+Both models are run forward once, their block inputs kept on disk. Then from the last block of the target to the first:
+its weights and those of its source block are read, the ordinary capture runs on them, the maps are solved, the change
+of the block is moved, and everything is let go. Since ⟨output of a block, gradient there⟩ has the gradient of the whole
+loss, the sums are those of the whole models. Changes that are not low-rank stay on disk.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from taskferry.alignment import Alignment
+from taskferry.calibration.batch import Batch, Calibration
+from taskferry.coverage import Coverage, Row
+from taskferry.engines.blockwise import BlockwiseModel, forward
+from taskferry.engines.lazy import DiskDeltas, LazyModel
+from taskferry.engines.pair import ModelPair, Moved, in_place, parameter_reasons
+from taskferry.engines.stand_ins import frozen_but
+from taskferry.engines.whole import inner
+from taskferry.errors import TaskferryError
+from taskferry.fitting.capture import Loss, collect
+from taskferry.fitting.objectives import AnyObjective, Classifier, ForwardOnly, Objective
+from taskferry.fitting.progress import Steps
+from taskferry.fitting.solve import GroupSums, MapOptions, solve_group
+from taskferry.fitting.statistics import Capture, Statistics
+from taskferry.sites.pairing import Pair
+from taskferry.taskvector import Delta, TaskVector
+
+Runs = tuple[BlockwiseModel, BlockwiseModel]  # of the source and of the target, at one point
+
+
+class BlockPair(ModelPair):
+    """Two models on disk."""
+
+    engine = "blockwise"
+
+    def __init__(
+        self,
+        source: LazyModel,
+        target: LazyModel,
+        calibration: Calibration,
+        objective: AnyObjective | tuple[AnyObjective, AnyObjective] | None = None,
+        *,
+        scratch: Path,
+        **options: Any,
+    ) -> None:
+        super().__init__(source.model, target.model, calibration, objective, **options)
+        self.lazy, self.scratch = (source, target), scratch
+
+    def hash_of(self, side: int) -> str:
+        """Read once."""
+        return self._hashes[side]
+
+    @cached_property
+    def _hashes(self) -> tuple[str, str]:
+        return self.lazy[0].hash(), self.lazy[1].hash()
+
+    def run(
+        self,
+        side: int,
+        folder: Path,
+        changes: TaskVector,
+        *,
+        batches: Sequence[Batch] | None = None,
+        objective: Objective | None = None,
+    ) -> BlockwiseModel:
+        """One model with changes, on its side of the calibration set."""
+        lazy = self.lazy[side].plus(changes) if len(changes) else self.lazy[side]
+        sites = (self.source_sites, self.target_sites)[side]
+        batches = self.calibration.side(side) if batches is None else batches
+        own = Path(tempfile.mkdtemp(dir=folder))
+        heads = self._heads[side] if objective is None else None
+        return BlockwiseModel(lazy, sites, batches, objective or self.objectives[side], own, heads)
+
+    @cached_property
+    def _heads(self) -> tuple[list[Loss], list[Loss]]:
+        """Bound once, at the base models: a head may be made from what they say of the samples."""
+        return [], []
+
+    def move(
+        self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = ""
+    ) -> Moved:
+        """Fit and move block by block."""
+        pairs, suffix = self.wanted(left_out), f", {stage}" if stage else ""
+        loss = None if capture.backward or callable(self.objective) else ForwardOnly()
+        moving = _Moving(tau, DiskDeltas(Path(tempfile.mkdtemp(dir=self.scratch))))
+        with self._folder() as folder:
+            runs = [
+                (self.run(0, folder, p.source, objective=loss), self.run(1, folder, p.target, objective=loss))
+                for p in capture.points
+            ]
+            total = len(runs) * sum(len(run.blocks) for run in runs[0])
+            walking = Steps(self.work.progress, f"forward{suffix}", total)
+            for run in (run for both in runs for run in both):
+                forward([run], backward=capture.backward, on_block=walking.step)
+            blocks = Steps(self.work.progress, f"blocks{suffix}", len(runs[0][1].blocks))
+            for part in _align(runs, self.calibration, pairs, capture, maps, blocks.step):
+                moving.take(in_place(part, capture))
+        for name in self.lazy[0].shapes:
+            if name not in moving.seen and len(tau.take([name])):
+                moving.unused[name] = "no site of the target takes it"
+        reasons = {**self.reasons, **left_out, **moving.reasons}
+        coverage = moving.coverage(self.lazy[1].shapes, parameter_reasons(self.target, self.target_sites, reasons))
+        moved = TaskVector(moving.deltas if tau.low_rank else moving.disk, coverage)
+        sites = list(reversed(moving.sites))
+        return Moved(moved, None, sites, provenance=self.provenance(capture, maps))
+
+    def losses(self, tau: TaskVector, scales: Sequence[float]) -> list[float]:
+        """All of them in one walk over the weights."""
+        with self._folder() as folder:
+            if not self._heads[1] and scales[0]:
+                forward([self.run(1, folder, TaskVector({}))], backward=False, store=False)
+            runs = [self.run(1, folder, tau * scale if scale else TaskVector({})) for scale in scales]
+            forward(runs, backward=False, store=False)
+        return [run.loss / self.calibration.samples for run in runs]
+
+    def slopes(self, tau: TaskVector, scales: Mapping[str, float], batches: Sequence[int]) -> dict[str, float]:
+        """Forward, and backward with the gradients of the weights that move, a block at a time."""
+        some = [self.calibration.pairs[i][1] for i in batches]
+        samples = sum(map(len, some))
+        found: dict[str, float] = {}
+        with self._folder() as folder:
+            if not self._heads[1]:
+                forward([self.run(1, folder, TaskVector({}))], backward=False, store=False)
+            run = self.run(1, folder, tau * scales, batches=some)
+            forward([run])
+            for j in reversed(range(len(run.blocks))):
+                with run.block(j), _asking(run.model, tau, run.parameters(j)) as asking:
+                    run.pull(j)
+                    found |= {name: inner(p.grad, tau.deltas[name]) / samples for name, p in asking.items()}
+                run.step(j)
+            if any(name in tau.deltas for name in run.outer):
+                with run.lazy.weights(run.outer), _asking(run.model, tau, run.outer) as asking:
+                    _backward(run.outside().loss, run)
+                    found |= {name: inner(p.grad, tau.deltas[name]) / samples for name, p in asking.items()}
+        return found
+
+    def teacher(self, tau: TaskVector, head: Classifier, calibration: Calibration) -> Tensor:
+        """By one walk over the weights of the tuned source."""
+        told = _Classes(head)
+        with self._folder() as folder:
+            run = self.run(0, folder, tau, batches=calibration.side(0), objective=told)
+            forward([run], backward=False, store=False)
+        return torch.cat(told.found)
+
+    @contextmanager
+    def _folder(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+            yield Path(folder)
+
+
+@dataclass
+class _Moving:
+    """A task vector on its way, block by block."""
+
+    tau: TaskVector
+    disk: DiskDeltas
+    deltas: dict[str, Delta] = field(default_factory=dict)  # low-rank ones
+    rows: dict[str, Row] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)  # parameters of the source that were looked at
+    reasons: dict[str, str] = field(default_factory=dict)
+    sites: list[dict[str, Any]] = field(default_factory=list)
+
+    def take(self, part: Alignment) -> None:
+        """Move the changes of one block."""
+        names = list(part.source_parameters)
+        self.seen |= set(names)
+        moved = part.apply(self.tau.take(names))
+        self.sites += part.table()
+        self.reasons |= part.reasons
+        if moved.coverage is not None:
+            self.rows |= {row.parameter: row for row in moved.coverage.rows}
+            self.unused |= moved.coverage.unused
+        if self.tau.low_rank:
+            self.deltas |= moved.deltas
+        else:
+            self.disk.put(moved)
+
+    def coverage(self, shapes: Mapping[str, tuple[int, ...]], why: Mapping[str, str]) -> Coverage:
+        """One row for every parameter of the target."""
+        rows = []
+        for name, shape in shapes.items():
+            row = self.rows.get(name)
+            if row is None or row.status == "kept":
+                row = Row(name, shape, "kept", why.get(name, row.reason if row else "no site uses it"))
+            rows.append(row)
+        return Coverage(tuple(rows), dict(sorted(self.unused.items())))
+
+
+def _align(
+    runs: Sequence[Runs],
+    calibration: Calibration,
+    pairs: list[Pair],
+    capture: Capture,
+    maps: MapOptions,
+    done: Callable[[], None],
+) -> Iterator[Alignment]:
+    """The maps of each target block, last block first, then of what stands outside them; `done` counts blocks."""
+    source, target = runs[0]
+    at_A, at_B = ({path: j for j, path in enumerate(run.blocks)} for run in (source, target))
+    by_block: dict[int | None, list[Pair]] = {}
+    for pair in pairs:
+        by_block.setdefault(_block_of(pair.target.weight, at_B), []).append(pair)
+    at = len(source.blocks) - 1  # the source block whose output gradient is known
+    for j in reversed(range(len(target.blocks))):
+        mine = by_block.get(j, [])
+        blocks = {_block_of(pair.source.weight, at_A) for pair in mine}
+        if None in blocks or len(blocks) > 1:
+            raise TaskferryError(
+                f"block {j} takes from blocks {sorted(map(str, blocks))} of the source: not block by block"
+            )
+        wanted = next(iter(blocks), at)
+        if capture.backward:
+            while wanted is not None and at > wanted:
+                _skip((run for run, _ in runs), at)
+                at -= 1
+        if mine:
+            yield _solve(runs, calibration, mine, capture, maps, (at if capture.backward else wanted or 0, j))
+        if capture.backward:
+            for _, run in runs:
+                if not mine:
+                    with run.block(j):
+                        run.pull(j)
+                run.step(j)
+        done()
+    outside = by_block.get(None, [])
+    if outside:
+        while capture.backward and at >= 0:
+            _skip((run for run, _ in runs), at)
+            at -= 1
+        yield _solve(runs, calibration, outside, capture, maps, None)
+
+
+def _skip(runs: Iterator[BlockwiseModel], j: int) -> None:
+    for run in runs:
+        with run.block(j):
+            run.pull(j)
+        run.step(j)
+
+
+def _solve(
+    runs: Sequence[Runs],
+    calibration: Calibration,
+    pairs: list[Pair],
+    capture: Capture,
+    maps: MapOptions,
+    blocks: tuple[int, int] | None,
+) -> Alignment:
+    statistics = Statistics(capture=capture)
+    lazy = [run.lazy for run in runs[0]]
+    if blocks is None:
+        names = [run.outer for run in runs[0]]
+    else:
+        names = [run.parameters(j) for run, j in zip(runs[0], blocks, strict=True)]
+    for both in runs:
+        with ExitStack() as stack:
+            for run, some in zip(both, names, strict=True):
+                stack.enter_context(run.lazy.weights(some))
+            if blocks is None:
+                sides = both[0].outside(), both[1].outside()
+            else:
+                sides = both[0].side(blocks[0]), both[1].side(blocks[1])
+            collect(statistics, *sides, pairs, calibration, capture)
+    # The weights are gone before the maps are solved.
+    sums = GroupSums.of(statistics, pairs)
+    del statistics
+    solved = solve_group(sums, pairs, maps)
+    source, target = ({name: model.shapes[name] for name in some} for model, some in zip(lazy, names, strict=True))
+    return solved.alignment(source, target, solved.reasons, {})
+
+
+def _block_of(weight: str, blocks: Mapping[str, int]) -> int | None:
+    return next((j for path, j in blocks.items() if weight.startswith(f"{path}.")), None)
+
+
+@contextmanager
+def _asking(model: nn.Module, tau: TaskVector, names: Sequence[str]) -> Iterator[dict[str, nn.Parameter]]:
+    """Inside, those of the parameters that τ changes ask for a gradient."""
+    asking = {name: model.get_parameter(name) for name in names if name in tau.deltas}
+    for parameter in asking.values():
+        parameter.requires_grad_(True)
+    yield asking
+
+
+def _backward(loss: Loss, run: BlockwiseModel) -> None:
+    with frozen_but(run.model), torch.inference_mode(False), torch.enable_grad():
+        for batch in run.batches:
+            loss(batch).backward()  # type: ignore[no-untyped-call]
+
+
+class _Classes(Objective):
+    """Notes the classes that a head predicts; its value is not used."""
+
+    def __init__(self, head: Classifier) -> None:
+        self.head = head
+        self.found: list[Tensor] = []
+
+    def bind(self, model: nn.Module, batches: Sequence[Batch]) -> Loss:
+        """The head's logits, looked at once for every micro-batch."""
+        logits = self.head.logits(model, batches)
+
+        def look(batch: Batch) -> Tensor:
+            scores = logits(batch)
+            self.found.append(scores.argmax(-1).cpu())
+            return scores.sum()
+
+        return look

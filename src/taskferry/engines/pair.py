@@ -1,0 +1,203 @@
+"""An engine is where a pair of models lives: whole in memory, block by block, over ranks of torch.distributed.
+
+    >>> pair = WholePair(A, B, calibration, objective)           # sites, pairs and objectives are bound once
+    >>> pair.move(tau, Capture())                                # the same for every engine
+    >>> pair.losses(tau_B, [0, 0.5, 1, 2])                       # all scales of a round together
+
+A method asks a pair to fit, to move and for losses, and never which engine it runs on.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from taskferry.alignment import Alignment
+from taskferry.calibration.batch import Calibration
+from taskferry.coverage import reasons_to_keep
+from taskferry.errors import TaskferryError
+from taskferry.fitting.objectives import AnyObjective, Classifier, ForwardOnly, Objective, both_objectives
+from taskferry.fitting.progress import Progress
+from taskferry.fitting.scale import ScaleCurve
+from taskferry.fitting.solve import UNREACHED, MapOptions, Solved
+from taskferry.fitting.statistics import Capture
+from taskferry.sites.discovery import find_sites
+from taskferry.sites.pairing import DepthRule, Pair, nearest_block, pair_sites
+from taskferry.sites.site import Site
+from taskferry.taskvector import TaskVector
+from taskferry.version import __version__
+
+P = TypeVar("P", bound="ModelPair")
+
+
+class CannotMove(TaskferryError):
+    """A method cannot handle this pair; the message says why in one sentence."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a method moved, and what it knows about it."""
+
+    tau: TaskVector
+    alignment: Alignment | None = None  # where it has maps that another change can pass through
+    sites: Sequence[Mapping[str, Any]] = ()  # the table of its maps
+    curve: ScaleCurve | None = None  # where the method has chosen the scale itself: τ is at its best
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)  # for the record
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much memory a pair may take for sums, who is told of progress, and where finished groups are stored."""
+
+    sums_memory: int = 4 * 2**30  # bytes of sums at once: where they do not fit, sites are visited in groups
+    progress: Progress | None = None
+    resume: Path | None = None
+
+
+class ModelPair(ABC):
+    """Two base models, their calibration set and their objectives."""
+
+    engine: ClassVar[str]
+
+    def __init__(
+        self,
+        source: nn.Module,
+        target: nn.Module,
+        calibration: Calibration,
+        objective: AnyObjective | tuple[AnyObjective, AnyObjective] | None = None,
+        *,
+        depth_rule: DepthRule = nearest_block,
+        work: Work | None = None,
+    ) -> None:
+        self.source, self.target = source, target
+        self.calibration, self.objective = calibration, objective
+        self.work = work or Work()
+        self.depth_rule = depth_rule
+        self.source_sites, self.target_sites = find_sites(source), find_sites(target)
+        self.pairs, self.reasons = pair_sites(self.source_sites, self.target_sites, depth_rule)
+        if not self.pairs:
+            raise TaskferryError(
+                f"no linear layer of {type(target).__name__} has a partner in {type(source).__name__}: "
+                "their blocks or roles have no name in common"
+            )
+
+    def with_calibration(self: P, calibration: Calibration) -> P:
+        """The same models on other samples; heads are made from those."""
+        other = copy.copy(self)
+        other.calibration = calibration
+        for name in list(vars(other)):
+            if name == "_sums" or (isinstance(getattr(type(self), name, None), cached_property) and name != "_hashes"):
+                del vars(other)[name]  # it rests on the samples
+        return other
+
+    @cached_property
+    def objectives(self) -> tuple[Objective, Objective]:
+        """Of the source and of the target."""
+        return both_objectives(self.objective, self.source, self.target, self.calibration)
+
+    @cached_property
+    def roles(self) -> dict[str, str]:
+        """Parameter of the target -> the role of its site; parts of a packed matrix share the last one's."""
+        return {name: site.role for site in self.target_sites for name in (site.weight, site.bias) if name}
+
+    def describe(self, gradients: bool = True) -> dict[str, Any]:
+        """What a result rests on: both models, objectives, samples, versions."""
+        needed = gradients or self.objective is not None
+        objectives: Sequence[Objective] = self.objectives if needed else (ForwardOnly(), ForwardOnly())
+        return {
+            "engine": self.engine,
+            "source": self._model(0),
+            "target": self._model(1),
+            "objective": [objective.describe() for objective in objectives],
+            "calibration": {"samples": self.calibration.samples, "sha256": self.calibration.identity()},
+            "versions": {"taskferry": __version__, "torch": torch.__version__},
+        }
+
+    def _model(self, side: int) -> dict[str, str]:
+        model = (self.source, self.target)[side]
+        prefix = str(getattr(model, "base_model_prefix", ""))
+        return {"class": type(model).__name__, "prefix": prefix, "sha256": self.hash_of(side)}
+
+    @abstractmethod
+    def hash_of(self, side: int) -> str:
+        """sha256 over names, shapes, types and bytes of all parameters of the source (0) or the target (1)."""
+
+    @abstractmethod
+    def move(
+        self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = ""
+    ) -> Moved:
+        """Fit and move: τ_B = R_outᵀ τ_A R_in. `left_out`: target sites that are not fitted, with the reason."""
+
+    @abstractmethod
+    def losses(self, tau: TaskVector, scales: Sequence[float]) -> list[float]:
+        """The mean calibration loss of the target + scale · τ, at each scale."""
+
+    @abstractmethod
+    def slopes(self, tau: TaskVector, scales: Mapping[str, float], batches: Sequence[int]) -> dict[str, float]:
+        """∂ mean loss / ∂ scale of every change, by name, on some micro-batches; scales are those of each change."""
+
+    @abstractmethod
+    def teacher(self, tau: TaskVector, head: Classifier, calibration: Calibration) -> Tensor:
+        """[N] the classes that the source + τ predicts on samples."""
+
+    def wanted(self, left_out: Mapping[str, str]) -> list[Pair]:
+        """The pairs that are fitted."""
+        return [pair for pair in self.pairs if pair.target.name not in left_out]
+
+    def alignment(self, solved: Solved, capture: Capture, maps: MapOptions, left_out: Mapping[str, str]) -> Alignment:
+        """All maps with parameters, reasons and provenance."""
+        if self.pairs and not solved.pairs and set(solved.reasons.values()) == {UNREACHED}:
+            names = " or of ".join(dict.fromkeys(type(model).__name__ for model in (self.source, self.target)))
+            raise TaskferryError(f"the loss of {names} does not depend on any of its linear layers")
+        alignment = solved.alignment(
+            source_parameters=shapes(self.source),
+            target_parameters=shapes(self.target),
+            reasons=parameter_reasons(self.target, self.target_sites, {**self.reasons, **left_out, **solved.reasons}),
+            provenance=self.provenance(capture, maps),
+        )
+        return in_place(alignment, capture)
+
+    def provenance(self, capture: Capture, maps: MapOptions) -> dict[str, Any]:
+        """What the maps rest on."""
+        rule = getattr(self.depth_rule, "__name__", repr(self.depth_rule))
+        settings = {"map_rank": maps.rank, "tolerance": maps.tolerance, "depth_rule": rule}
+        return {"settings": settings, **self.describe(capture.backward)}
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of all parameters by name."""
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def in_place(alignment: Alignment, capture: Capture) -> Alignment:
+    """With the identity on the side whose coordinates stay as they are."""
+    if capture.identity is None:
+        return alignment
+    try:
+        return alignment.with_identity(capture.identity == "inputs")
+    except ValueError as error:
+        raise CannotMove(f"{capture.identity}=identity needs equal widths: {error}") from error
+
+
+def parameter_reasons(model: nn.Module, sites: list[Site], reasons: Mapping[str, str]) -> dict[str, str]:
+    """Parameter, or parameter#part of a packed one -> why it is not moved."""
+    by_parameter = reasons_to_keep(model)
+    for site in sites:
+        part = site.name.partition("#")[2]
+        for parameter in (site.weight, site.bias):
+            if parameter is None:
+                continue
+            if site.name in reasons:
+                by_parameter[parameter] = reasons[site.name]
+                if part:
+                    by_parameter[f"{parameter}#{part}"] = reasons[site.name]
+    return by_parameter

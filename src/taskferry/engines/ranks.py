@@ -1,0 +1,185 @@
+"""Many processes: the calibration set is split over ranks, every map is solved by its owner.
+
+    torchrun --nproc-per-node 4 -m taskferry transfer --source-base base-a --target-base base-b …
+
+Each rank runs its share of the micro-batches. Sums go to the rank that owns the site, by a reduction for each: no rank
+holds the sums of all. Owners solve, the first rank collects the maps. Every finished group of sites is stored beside
+the output, so that a job that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from taskferry.calibration.batch import Batch
+from taskferry.engines.pair import Moved
+from taskferry.engines.sharding import shard_blocks
+from taskferry.engines.whole import WholePair
+from taskferry.errors import TaskferryError
+from taskferry.fitting.solve import GroupSums, MapOptions, Solved, Step
+from taskferry.fitting.statistics import Capture
+from taskferry.maths.sums import CrossCovariance
+from taskferry.sites.pairing import Pair
+from taskferry.taskvector import TaskVector
+
+_LOST = ("gloo", "nccl", "connection", "timed out")  # gloo raises plain runtime errors
+TIMEOUT = 600  # seconds that one rank waits for another
+T = TypeVar("T")
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is a rank of a job."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Of this process in its job, before the ranks have met; (0, 1) for a process of its own."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def process_group(timeout: float = TIMEOUT) -> Iterator[None]:
+    """The ranks of this job together; a rank that is lost ends it with one sentence."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(word in str(error).lower() for word in _LOST):
+            raise
+        raise TaskferryError(
+            f"rank {dist.get_rank()} lost another rank ({str(error).strip().splitlines()[0][:120]}): "
+            "look for the first rank that failed above; run the same command again, finished groups are stored"
+        ) from error
+    finally:
+        dist.destroy_process_group()
+
+
+class RankedPair(WholePair):
+    """Whole models in every process, or their blocks sharded over them; inside `process_group`."""
+
+    engine = "ranks"
+    exact = True
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.first = self.rank == 0
+        self.sent = 0  # bytes of sums that this rank gave away
+        self._whole: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] = ({}, {})
+
+    def shard(self) -> None:
+        """From now on this rank holds its part of the weights of every block."""
+        _ = self._hashes, self._bound  # of the whole models
+        self._whole = shard_blocks(self.source), shard_blocks(self.target)
+
+    def move(
+        self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = ""
+    ) -> Moved:
+        """The first rank moves, the others are told."""
+        alignment = self.fit(capture, maps, left_out, stage)
+        moved = alignment.apply(tau) if self.first else TaskVector({})
+        return Moved(self._said(moved), alignment, alignment.table(), provenance=alignment.provenance)
+
+    def losses(self, tau: TaskVector, scales: Sequence[float]) -> list[float]:
+        """Each rank its share; a sharded model cannot be moved."""
+        if self._whole[1]:
+            raise TaskferryError("sharded weights cannot be moved and scored: leave --shard out")
+        return super().losses(tau, scales)
+
+    def share(self) -> list[tuple[Batch, Batch]]:
+        """Every so manieth micro-batch; none where there are fewer than ranks."""
+        return list(self.calibration)[self.rank :: self.size]
+
+    def mine(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Every so manieth."""
+        return batches[self.rank :: self.size]
+
+    def uncounted(self) -> list[tuple[Batch, Batch]]:
+        """One more where others have one more, and all of them gather the weights of each block together."""
+        short = len(self.calibration) % self.size and self.rank >= len(self.calibration) % self.size
+        return list(self.calibration)[:1] if short and any(self._whole) else []
+
+    def whole(self, side: int) -> Mapping[str, Tensor]:
+        """What a pass uses in place of the sharded parameters of a model."""
+        return self._whole[side]
+
+    def told(self, value: bool) -> bool:
+        """What the first rank says."""
+        return self._said(value)
+
+    def total(self, value: float) -> float:
+        """The sum over ranks."""
+        return float(self.sum_everywhere(torch.tensor([value], dtype=torch.float64)))
+
+    def solve(self, sums: GroupSums, group: list[Pair], maps: MapOptions, step: Step) -> Solved:
+        """Sums to their owners, maps to the first rank; the others come back empty-handed."""
+        reads = self._union(sums.reads)
+        mine = GroupSums(reads, self._to_owners(sums.inputs), self._to_owners(sums.outputs))
+        parts: list[Solved | None] | None = [None] * self.size if self.first else None
+        dist.gather_object(mine.solve(maps), parts, 0)
+        step(2 * len(group))
+        found = Solved()
+        if parts is not None:
+            for part in parts:
+                found.add(part or Solved())
+            found.pair_up(group, reads)
+        return found
+
+    # What sums need to become one.
+
+    def sum_everywhere(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def sum_at(self, owner: int, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, at its owner."""
+        dist.reduce(tensor, owner)
+        self.sent += 0 if owner == self.rank else tensor.nbytes
+        return tensor
+
+    def rows_at(self, owner: int, rows: Tensor | None) -> Tensor | None:
+        """All ranks' rows at the owner, in rank order."""
+        parts: list[Any] | None = [None] * self.size if owner == self.rank else None
+        dist.gather_object(None if rows is None else rows.cpu(), parts, owner)
+        self.sent += 0 if owner == self.rank or rows is None else rows.nbytes
+        found = [part for part in parts or [] if part is not None]
+        return torch.cat(found) if found else None
+
+    def _said(self, value: T) -> T:
+        said = [value]
+        dist.broadcast_object_list(said, 0)
+        return said[0]
+
+    def _union(self, reads: dict[str, str]) -> dict[str, str]:
+        everyone: list[dict[str, str]] = [{} for _ in range(self.size)]
+        dist.all_gather_object(everyone, reads)
+        return {name: key for each in reversed(everyone) for name, key in each.items()}
+
+    def _to_owners(self, sums: dict[str, CrossCovariance]) -> dict[str, CrossCovariance]:
+        """The whole sums of the sites that this rank owns; consumes all."""
+        found = {}
+        for number, (key, kind, d_A, d_B) in enumerate(self._agree(sums)):
+            owner = number % self.size
+            mine = sums.pop(key, None) or kind(d_A, d_B, exact=True)
+            total = mine.reduce(self, owner)
+            if owner == self.rank:
+                found[key] = total
+        return found
+
+    def _agree(self, sums: dict[str, CrossCovariance]) -> list[tuple[str, type[CrossCovariance], int, int]]:
+        """Sites that any rank has seen, in one order for all."""
+        seen: list[list[Any]] = [[] for _ in range(self.size)]
+        dist.all_gather_object(seen, [(key, type(S), S.d_A, S.d_B) for key, S in sums.items()])
+        return list(dict.fromkeys(entry for entries in seen for entry in entries))

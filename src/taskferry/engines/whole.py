@@ -1,0 +1,273 @@
+"""Both models whole in memory: fit and apply.
+
+>>> alignment = fit(A, B, calibration)
+>>> alignment.apply(TaskVector.between(A, A_tuned)).add_to(B)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from taskferry.alignment import NO_CHANGE, Alignment
+from taskferry.calibration.batch import Batch, Calibration
+from taskferry.disk.files import hash_parameters
+from taskferry.display.bars import with_bars
+from taskferry.engines.pair import ModelPair, Moved, Work
+from taskferry.fitting.capture import BICO, Loss, Side, collect, device_of, frozen
+from taskferry.fitting.objectives import AnyObjective, Classifier, ForwardOnly, teacher_labels
+from taskferry.fitting.progress import Progress, Steps
+from taskferry.fitting.scale import losses_at, moved_by
+from taskferry.fitting.solve import Finished, GroupSums, MapOptions, Solved, Step, solve_group
+from taskferry.fitting.statistics import Capture, Point, Statistics
+from taskferry.maths.procrustes import DEFAULT_TOLERANCE, RankPolicy
+from taskferry.sites.pairing import DepthRule, Pair, nearest_block
+from taskferry.taskvector import LowRank, TaskVector
+
+
+@with_bars
+def fit(
+    source: nn.Module,
+    target: nn.Module,
+    calibration: Calibration,
+    objective: AnyObjective | tuple[AnyObjective, AnyObjective] | None = None,
+    *,
+    capture: Capture = BICO,
+    map_rank: RankPolicy = "range",
+    tolerance: float = DEFAULT_TOLERANCE,
+    depth_rule: DepthRule = nearest_block,
+    only: Collection[str] | None = None,
+    factored: bool = False,
+    work: Work | None = None,
+    progress: Progress | bool | None = None,
+) -> Alignment:
+    """All maps from one frozen forward and backward pass of both models on the calibration set.
+
+    `map_rank` "range" keeps the directions the calibration set has seen; "full" is the paper to the letter.
+    `only` names the source parameters that will change: no other map is solved (a LoRA on q and v needs no MLP map).
+    `factored` leaves maps as two factors: for low-rank task vectors, which pass through them for less than forming R.
+    `capture` says what is aligned on each side; anything but the default is another method.
+    `work` bounds the bytes of sums alive at once, and names a folder for finished groups of sites.
+    `progress=True` shows bars; a function is called with what is done, the steps done and the steps in all.
+    """
+    work = work or Work()
+    tell = work.progress if progress is None or isinstance(progress, bool) else progress
+    work = Work(work.sums_memory, tell, work.resume)
+    pair = WholePair(source, target, calibration, objective, depth_rule=depth_rule, work=work)
+    left_out = {} if only is None else unchanged(pair.pairs, only)
+    return pair.fit(capture, MapOptions(map_rank, tolerance, factored), left_out)
+
+
+class WholePair(ModelPair):
+    """Whole models in one process."""
+
+    engine = "whole"
+    exact = False  # whether sums are added in float64, so that the number of processes does not show
+    first = True  # whether this process stores and gets the maps
+    _sums: tuple[str, list[str], Statistics] | None = None  # of the last single group, for a fit that adds a point
+
+    def hash_of(self, side: int) -> str:
+        """Made once: frozen models do not change."""
+        return self._hashes[side]
+
+    @cached_property
+    def _hashes(self) -> tuple[str, str]:
+        return hash_parameters(self.source), hash_parameters(self.target)
+
+    def move(
+        self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = ""
+    ) -> Moved:
+        """Fit, then apply."""
+        alignment = self.fit(capture, maps, left_out, stage)
+        return Moved(alignment.apply(tau), alignment, alignment.table(), provenance=alignment.provenance)
+
+    def fit(self, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = "") -> Alignment:
+        """The pairs in groups whose sums fit into the memory for them, each seen at every point of the capture."""
+        pairs = self.wanted(left_out)
+        widest = max((p.element_size() for model in (self.source, self.target) for p in model.parameters()), default=4)
+        groups = list(_groups(pairs, self.work.sums_memory // max(4, widest), capture.numbers))
+        share, uncounted = self.share(), self.uncounted()
+        suffix = f", {stage}" if stage else ""
+        known = 0 if self._known(groups, capture) is None else len(capture.points) - 1
+        passes = (len(capture.points) - known) * len(share)
+        capturing = Steps(self.work.progress, f"capture{suffix}", len(groups) * passes)
+        solving = Steps(self.work.progress, f"solve{suffix}", 2 * len(pairs))
+        rests_on = repr((self.describe(capture.backward), maps, capture.key()))
+        folder = self.work.resume if self.work.resume is None or not stage else self.work.resume / stage
+        finished = Finished(folder, len(groups), rests_on)
+        solved = Solved()
+        for number, group in enumerate(groups):
+            done = finished.load(number, group) if self.first else None
+            if self.told(done is not None):
+                solved.add(done or Solved())
+                capturing.step(passes)
+                solving.step(2 * len(group))
+                continue
+            # A group's sums live in this call only: two groups never exist at once.
+            sums = self._capture(group, capture, share, uncounted, capturing.step, only=len(groups) == 1)
+            found = self.solve(sums, group, maps, solving.step)
+            if self.first:
+                finished.save(number, group, found)
+            solved.add(found)
+        return self.alignment(solved, capture, maps, left_out)
+
+    def _capture(
+        self,
+        group: list[Pair],
+        capture: Capture,
+        share: Sequence[tuple[Batch, Batch]],
+        uncounted: Sequence[tuple[Batch, Batch]],
+        on_batch: Callable[[], None],
+        only: bool,
+    ) -> GroupSums:
+        """The sums of a group at all points; those of a single group stay, for the fit that adds a point to them."""
+        statistics = self._known([group], capture)
+        points = capture.points if statistics is None else capture.points[-1:]
+        self._sums = None
+        statistics = statistics or Statistics(capture=capture, exact=self.exact)
+        for point in points:
+            with self._at(point):
+                collect(statistics, *self._sides(capture), group, share, capture, on_batch, uncounted)
+        if only and capture.again:
+            self._sums = (_kind(capture), [pair.target.name for pair in group], statistics)
+        return GroupSums.of(statistics, group)
+
+    def _known(self, groups: list[list[Pair]], capture: Capture) -> Statistics | None:
+        """Sums that lack the last point of a capture alone."""
+        if self._sums is None or len(groups) != 1 or len(capture.points) != 2:
+            return None
+        kind, names, statistics = self._sums
+        return statistics if (kind, names) == (_kind(capture), [pair.target.name for pair in groups[0]]) else None
+
+    def _sides(self, capture: Capture) -> tuple[Side, Side]:
+        losses = self._bound if capture.backward or callable(self.objective) else self._forward_only
+        return Side(self.source, losses[0], self.whole(0)), Side(self.target, losses[1], self.whole(1))
+
+    @cached_property
+    def _bound(self) -> tuple[Loss, Loss]:
+        first, second = (
+            objective.bind(model, on_device(self.calibration.side(side), model))
+            for side, (objective, model) in enumerate(zip(self.objectives, (self.source, self.target), strict=True))
+        )
+        return first, second
+
+    @cached_property
+    def _forward_only(self) -> tuple[Loss, Loss]:
+        return ForwardOnly().bind(self.source, ()), ForwardOnly().bind(self.target, ())
+
+    def _at(self, point: Point) -> ExitStack:
+        stack = ExitStack()
+        for model, tau in ((self.source, point.source), (self.target, point.target)):
+            if len(tau):
+                stack.enter_context(moved_by(model, tau))(1.0)
+        return stack
+
+    def losses(self, tau: TaskVector, scales: Sequence[float]) -> list[float]:
+        """Forward passes of the target, one scale after the other."""
+        share = [B for _, B in self.share()]
+        means = losses_at(self.target, tau, self._bound[1], share, scales) if share else [0.0] * len(scales)
+        count = sum(map(len, share))
+        return [self.total(mean * count) / self.calibration.samples for mean in means]
+
+    def slopes(self, tau: TaskVector, scales: Mapping[str, float], batches: Sequence[int]) -> dict[str, float]:
+        """⟨∂ loss / ∂θ, τ⟩ of every parameter that moves."""
+        some = [self.calibration.pairs[i][1] for i in batches]
+        samples, device = sum(map(len, some)), device_of(self.target)
+        moving = tau.on(self.target)
+        left = [parameter.grad for _, parameter, _ in moving]  # by whoever trained the model before
+        with moved_by(self.target, tau * scales) as set_scale, frozen(self.target), torch.enable_grad():
+            set_scale(1.0)
+            for _, parameter, _ in moving:
+                parameter.requires_grad_(True)
+                parameter.grad = None
+            try:
+                for batch in self.mine(some):
+                    (self._bound[1](batch.to(device)) / samples).backward()  # type: ignore[no-untyped-call]
+                found = {name: inner(parameter.grad, delta) for name, parameter, delta in moving}
+            finally:
+                for (_, parameter, _), gradient in zip(moving, left, strict=True):
+                    parameter.requires_grad_(False)
+                    parameter.grad = gradient
+        return {name: self.total(value) for name, value in found.items()}
+
+    def teacher(self, tau: TaskVector, head: Classifier, calibration: Calibration) -> Tensor:
+        """By forward passes of the tuned source."""
+        with moved_by(self.source, tau) as set_scale:
+            set_scale(1.0)
+            return teacher_labels(self.source, calibration.side(0), head)
+
+    # What ranks of a job do together; one process has every sample and solves every map.
+
+    def share(self) -> list[tuple[Batch, Batch]]:
+        """This process's micro-batches."""
+        return list(self.calibration)
+
+    def mine(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Its part of some micro-batches."""
+        return batches
+
+    def uncounted(self) -> list[tuple[Batch, Batch]]:
+        """Micro-batches that it runs because others wait for its part of the weights; not counted."""
+        return []
+
+    def whole(self, side: int) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """What a pass uses in place of the sharded parameters of a model."""
+        return {}
+
+    def told(self, value: bool) -> bool:
+        """What the first process says."""
+        return value
+
+    def total(self, value: float) -> float:
+        """The sum over processes."""
+        return value
+
+    def solve(self, sums: GroupSums, group: list[Pair], maps: MapOptions, step: Step) -> Solved:
+        """The maps of a group."""
+        return solve_group(sums, group, maps, step)
+
+
+def inner(gradient: Tensor | None, delta: Tensor | LowRank) -> float:
+    """⟨gradient, change⟩; of a low-rank change without forming it."""
+    if gradient is None:
+        return 0.0
+    if isinstance(delta, LowRank):
+        return float(((delta.left.to(gradient).T @ gradient) * delta.right.to(gradient)).sum())
+    return float((gradient * delta.to(gradient)).sum())
+
+
+def unchanged(pairs: Sequence[Pair], changed: Collection[str]) -> dict[str, str]:
+    """Target sites whose source parameters are not among those that change, with the reason."""
+    names = set(changed)
+    still = [p for p in pairs if p.source.weight not in names and p.source.bias not in names]
+    return dict.fromkeys((p.target.name for p in still), NO_CHANGE)
+
+
+def on_device(batches: Sequence[Batch], model: nn.Module) -> list[Batch]:
+    """Where the model's inputs belong."""
+    device = device_of(model)
+    return [batch.to(device) for batch in batches]
+
+
+def _kind(capture: Capture) -> str:
+    return f"{capture.inputs} {capture.outputs} {capture.sums.__name__}"
+
+
+def _groups(pairs: list[Pair], most: int, numbers: Callable[[Pair], int]) -> Iterator[list[Pair]]:
+    """Pairs whose sums have at most so many numbers together; a block is never split, it shares inputs."""
+    group: list[Pair] = []
+    used = 0
+    for _, block in groupby(pairs, key=lambda pair: (pair.target.stack, pair.target.block)):
+        members = list(block)
+        size = sum(map(numbers, members))
+        if group and used + size > most:
+            yield group
+            group, used = [], 0
+        group.extend(members)
+        used += size
+    yield group

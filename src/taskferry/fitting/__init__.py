@@ -1,0 +1,1 @@
+"""From two base models and a calibration set to maps: record, capture, solve, choose a scale."""

@@ -1,0 +1,262 @@
+"""One frozen forward and backward pass of both models in lockstep, into cross-covariances.
+
+    >>> collect(statistics, Side(A, loss_A), Side(B, loss_B), pairs, calibration)
+
+The source runs first and its activations and gradients of one micro-batch are held; the target's are
+multiplied into the sums the moment they appear, and nothing outlives its micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+import torch
+from torch import Tensor, nn
+
+from taskferry.calibration.batch import Batch, Calibration
+from taskferry.errors import TaskferryError
+from taskferry.fitting.recorder import Call, OnForward, OnGradient, Recorder
+from taskferry.fitting.statistics import Capture, Paired, S, Statistics
+from taskferry.sites import Family, family_of
+from taskferry.sites.pairing import Pair
+from taskferry.sites.site import Site
+from taskferry.sites.tokens import Layout, TokenMatch, match
+
+Loss = Callable[[Batch], Tensor]
+BICO = Capture()
+
+
+@dataclass(frozen=True)
+class Side:
+    """One model with the loss whose gradient is taken, summed over the samples of a micro-batch."""
+
+    model: nn.Module
+    loss: Loss
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # what is used in place of a sharded parameter
+
+    @property
+    def family(self) -> Family:
+        """The family of the model."""
+        return family_of(self.model)
+
+
+def collect(
+    kept: Paired[S],
+    source: Side,
+    target: Side,
+    pairs: Iterable[Pair],
+    calibration: Calibration | Sequence[tuple[Batch, Batch]],
+    capture: Capture = BICO,
+    on_batch: Callable[[], None] | None = None,
+    uncounted: Sequence[tuple[Batch, Batch]] = (),
+) -> None:
+    """Show both models the calibration set, and the rows of all pairs to what is kept of them.
+
+    `uncounted`: micro-batches that are run and not kept, because other ranks wait for this one's part of the weights.
+
+    Memory: what is kept, one graph at a time, and the source's activations and gradients of one micro-batch.
+    """
+    by_target = {pair.target.name: pair for pair in pairs}
+    copy = False
+    with torch.inference_mode(False), frozen(source.model), frozen(target.model), torch.enable_grad():
+        for number, (batch_A, batch_B) in enumerate((*calibration, *uncounted)):
+            into: Paired[Any] = kept if number < len(calibration) else Statistics(capture=capture)
+            micro_batch = _MicroBatch(source, target, by_target, into, capture, batch_A, batch_B, copy)
+            micro_batch.run()
+            copy = micro_batch.copy
+            if on_batch is not None and into is kept:
+                on_batch()
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Eval mode, and no parameter asks for a gradient; everything as before afterwards."""
+    training = [module for module in model.modules() if module.training]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.eval()
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's inputs belong."""
+    parameter = next((p for p in model.parameters() if p.device.type != "meta"), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+class _MicroBatch(Generic[S]):
+    """The state of one micro-batch: the source's rows, and what the target has already been paired with."""
+
+    def __init__(
+        self,
+        source: Side,
+        target: Side,
+        by_target: dict[str, Pair],
+        kept: Paired[S],
+        capture: Capture,
+        batch_A: Batch,
+        batch_B: Batch,
+        copy: bool,
+    ) -> None:
+        self.source, self.target = source, target
+        self.by_target = by_target
+        self.kept = kept
+        self.capture = capture
+        self.batch_A = batch_A.to(device_of(source.model))
+        self.batch_B = batch_B.to(device_of(target.model))
+        self.copy = copy  # whether the source writes into what its layers have read
+        self.takers = Counter(pair.source.name for pair in by_target.values())
+        self.taken: Counter[tuple[str, str, int]] = Counter()
+        self.calls: dict[tuple[str, int], Call] = {}
+        self.inputs: dict[tuple[str, int], Tensor] = {}
+        self.outputs: dict[tuple[str, int], Tensor] = {}
+        self.shared: dict[tuple[int, int], str] = {}
+        self.matches: dict[tuple[str, str, int, int], TokenMatch] = {}
+        self.layouts_A = source.family.layouts(source.model, self.batch_A)
+        self.layouts_B = target.family.layouts(target.model, self.batch_B)
+
+    def run(self) -> None:
+        if not self._run_source():
+            # The model wrote into what a layer had read or made (x += f(x)): run again, keeping copies.
+            self.copy = True
+            self._run_source()
+        targets = [pair.target for pair in self.by_target.values()]
+        _pass(self.target, self.batch_B, targets, self._pair_forward, self._pair_gradient, self.layouts_B, self.capture)
+
+    def _run_source(self) -> bool:
+        """Hold the source's rows; whether all of them are still what they were when they were seen."""
+        versions: list[tuple[Tensor, int]] = []
+
+        def hold(rows: Tensor) -> Tensor:
+            held = rows.clone() if self.copy else rows
+            versions.append((held, held._version))
+            return held
+
+        def forward(call: Call, x: Tensor, y: Tensor) -> None:
+            key = (call.site.name, call.index)
+            self.calls[key] = call
+            if self.capture.inputs == "activations":
+                self.inputs[key] = hold(x)
+            if self.capture.outputs == "activations":
+                self.outputs[key] = hold(y)
+
+        def gradient(call: Call, g: Tensor) -> None:
+            key = (call.site.name, call.index)
+            if self.capture.outputs == "gradients":
+                self.outputs[key] = g
+            if self.capture.inputs == "gradients":
+                self.inputs[key] = g @ _weight(self.source, call.site)
+
+        sources = {pair.source.name: pair.source for pair in self.by_target.values()}.values()
+        _pass(self.source, self.batch_A, sources, forward, gradient, self.layouts_A, self.capture)
+        return all(rows._version == version for rows, version in versions)
+
+    def _pair_forward(self, call: Call, x: Tensor, y: Tensor) -> None:
+        if self.capture.inputs == "activations":
+            self._pair_input(call, x, share=True)
+        if self.capture.outputs == "activations":
+            self._pair_output(call, y)
+
+    def _pair_gradient(self, call: Call, g: Tensor) -> None:
+        if self.capture.outputs == "gradients":
+            self._pair_output(call, g)
+        if self.capture.inputs == "gradients":
+            self._pair_input(call, g @ _weight(self.target, call.site), share=False)
+
+    def _pair_input(self, call: Call, rows: Tensor, share: bool) -> None:
+        """Sites that read the same tensors share one map; gradients through different sites differ."""
+        at = (self.by_target[call.site.name].source.name, call.index)
+        if at not in self.inputs:
+            return  # the source never reaches its site: no sums, and the coverage says so
+        tensors = (self.calls[at].input, call.input)
+        key = self.shared.get(tensors) if share else None
+        if key is None:
+            key = call.site.name if call.index == 0 else f"{call.site.name}@{call.index}"
+            self.shared[tensors] = key
+            self._add(self.kept.inputs, key, call, self.inputs[at], rows)
+        self._take(self.inputs, "in", at)
+        keys = self.kept.reads.setdefault(call.site.name, [])
+        if key not in keys:
+            keys.append(key)
+
+    def _pair_output(self, call: Call, rows: Tensor) -> None:
+        at = (self.by_target[call.site.name].source.name, call.index)
+        if at in self.outputs:
+            self._add(self.kept.outputs, call.site.name, call, self.outputs[at], rows)
+            self._take(self.outputs, "out", at)
+
+    def _take(self, held: dict[tuple[str, int], Tensor], side: str, at: tuple[str, int]) -> None:
+        """Let the source's rows go with their last reader: what is held shrinks while the target's graph grows."""
+        self.taken[(side, *at)] += 1
+        if self.taken[(side, *at)] == self.takers[at[0]]:
+            del held[at]
+
+    def _add(self, sums: dict[str, S], key: str, call: Call, rows_A: Tensor, rows_B: Tensor) -> None:
+        pair = self.by_target[call.site.name]
+        try:
+            tokens = self._match(pair, rows_A.shape[1], rows_B.shape[1])
+            if key not in sums:
+                inputs = sums is self.kept.inputs
+                sums[key] = self.kept.start(inputs, call.site.name, rows_A.shape[-1], rows_B.shape[-1])
+            sums[key].add(tokens.source(rows_A), tokens.target(rows_B))
+        except ValueError as error:
+            raise TaskferryError(
+                f"{pair.source.name} {list(rows_A.shape)} with {pair.target.name} {list(rows_B.shape)}: {error}"
+            ) from error
+
+    def _match(self, pair: Pair, length_A: int, length_B: int) -> TokenMatch:
+        key = (pair.source.stream, pair.target.stream, length_A, length_B)
+        if key not in self.matches:
+            layout_A = self.layouts_A.get(pair.source.stream, Layout())
+            layout_B = self.layouts_B.get(pair.target.stream, Layout())
+            self.matches[key] = match(layout_A, layout_B, length_A, length_B)
+        return self.matches[key]
+
+
+def _weight(side: Side, site: Site) -> Tensor:
+    weight = side.weights.get(site.weight)
+    return site.read((side.model.get_parameter(site.weight) if weight is None else weight).detach())
+
+
+def _pass(
+    side: Side,
+    batch: Batch,
+    sites: Iterable[Site],
+    on_forward: OnForward,
+    on_gradient: OnGradient,
+    layouts: Mapping[str, Layout],
+    capture: Capture,
+) -> None:
+    """One forward pass, and a backward pass where gradients are asked for."""
+    lengths = {stream: layout.length for stream, layout in layouts.items() if layout.length is not None}
+    with Recorder(
+        side.model,
+        sites,
+        samples=len(batch),
+        on_forward=on_forward,
+        on_gradient=on_gradient,
+        lengths=lengths,
+        weights=side.weights,
+    ):
+        loss = side.loss(batch)
+    if not capture.backward:
+        return
+    if loss.ndim or not bool(torch.isfinite(loss)):
+        raise TaskferryError(
+            f"the objective returned {loss.detach()} on {type(side.model).__name__}: one finite number is needed, "
+            "the loss summed over the samples; check the labels, or load the model in float32"
+        )
+    if not loss.requires_grad:
+        return  # it depends on none of these sites (a pooler that nobody reads): they stay unreached
+    loss.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,332 @@
+"""From settings to a calibration set and its objectives: samples, labels, tokenizers and transforms of both models.
+
+>>> prepared = prepare(settings, source, target, load_tuned("path/to/tuned", source))
+>>> fit(source.model, target.model, prepared.calibration, prepared.objectives)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from taskferry.calibration.batch import Batch, Calibration
+from taskferry.calibration.builders import image_calibration, text_calibration
+from taskferry.calibration.data import Samples, load_samples, picture
+from taskferry.calibration.language import Segment, language_calibration, segments_of, sequence_calibration
+from taskferry.calibration.samplers import choose
+from taskferry.checkpoints import Loaded, Tuned, load_model
+from taskferry.errors import TaskferryError
+from taskferry.fitting.capture import device_of
+from taskferry.fitting.objectives import (
+    Classifier,
+    CrossProbe,
+    Head,
+    LanguageModel,
+    LinearProbe,
+    Objective,
+    Prototypes,
+    ZeroShot,
+    is_language_model,
+    teacher_labels,
+)
+from taskferry.fitting.scale import moved_by
+from taskferry.settings import CalibrationSettings
+from taskferry.sites import family_of
+
+_IMAGE_INPUT = {"timm": "x", "openclip": "image"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A calibration set with the objective of each model, and how it came about."""
+
+    calibration: Calibration
+    objectives: tuple[Objective, Objective]
+    indices: tuple[int, ...]
+    labels: str  # where they came from, for people
+
+    def shots(self, side: int) -> list[Batch]:
+        """The samples of one model: 0 the source, 1 the target."""
+        return self.calibration.side(side)
+
+
+def prepare(
+    settings: CalibrationSettings,
+    source: Loaded,
+    target: Loaded,
+    tuned: Tuned | None,
+    classes: Sequence[str] = (),
+    samples: Samples | None = None,
+) -> Prepared:
+    """Choose samples, label them, and prepare them for each model.
+
+    `classes` numbers the names of labels; `samples` are those of `settings.calibration`, where they are loaded already.
+    """
+    if samples is None:
+        samples = load_samples(settings.calibration, label_column=settings.label_column, classes=classes)
+    language = language_kind(source, target)
+    lengths = {"max_length": settings.max_length, "micro_batch": settings.micro_batch}
+    if samples.labels is None and settings.labels == "data" and language is None:
+        raise TaskferryError(
+            f"{settings.calibration} has no column '{settings.label_column}': name it with --label-column, "
+            "or let the tuned source give the labels with --labels teacher"
+        )
+
+    def features(samples: Samples = samples) -> Tensor:
+        return _features(samples, source, **lengths)
+
+    indices = choose(
+        len(samples),
+        settings.samples,
+        labels=samples.labels,
+        per_class=settings.per_class,
+        sampler=settings.sampler,
+        seed=settings.seed,
+        features=features,
+    )
+    chosen = samples.take(indices)
+    if language is not None:
+        if settings.objective not in ("auto", "language"):
+            raise TaskferryError(
+                f"the objective '{settings.objective}' is for encoders; language models use their own loss"
+            )
+        calibration, labels, kept = _language(settings, chosen, source, target, tuned, language)
+        return Prepared(calibration, (LanguageModel(), LanguageModel()), tuple(indices[i] for i in kept), labels)
+    by_teacher = settings.labels == "teacher" or chosen.labels is None
+    calibration = encoder_calibration(chosen, source, target, **lengths)
+    labels = "from the data"
+    if samples.left_out:
+        labels += f" ({samples.left_out} rows have none and are left out)"
+    objectives = _objectives(settings, chosen, source, target)
+    if by_teacher:
+        calibration = calibration.with_labels(_teacher(settings, calibration, chosen, source, tuned))
+        labels = "from the tuned source (teacher)"
+        if samples.labels is None and settings.labels == "auto":
+            labels += ", because the data has none"
+    return Prepared(calibration, objectives, tuple(indices), labels)
+
+
+def language_kind(source: Loaded, target: Loaded) -> str | None:
+    """ "causal" or "sequence" for two language models, None for encoders."""
+    kinds = []
+    for loaded in (source, target):
+        sequence = type(loaded.model).__name__.endswith("ForConditionalGeneration")
+        kinds.append(("sequence" if sequence else "causal") if is_language_model(loaded.model) else None)
+    if kinds[0] != kinds[1]:
+        raise TaskferryError(
+            f"{source.given} is a {type(source.model).__name__}, {target.given} a {type(target.model).__name__}: "
+            "their losses differ; give two models of one kind"
+        )
+    return kinds[0]
+
+
+def encoder_calibration(
+    samples: Samples, source: Loaded, target: Loaded | None, *, max_length: int, micro_batch: int
+) -> Calibration:
+    """Samples of an encoder or image-text model, prepared for both models, or for one that serves as both."""
+    if samples.kind == "image":
+        keys = (_image_key(source), _image_key(target or source))
+        images = [picture(row) for row in samples.rows]
+        transforms = (source.image_transform(), None if target is None else target.image_transform())
+        return image_calibration(images, *transforms, key=keys, labels=samples.labels, micro_batch=micro_batch)
+    if samples.kind != "text":
+        raise TaskferryError(f"{samples.source} has {samples.kind} rows: an encoder needs a text column")
+    if any(not isinstance(row["text"], str) for row in samples.rows):
+        raise TaskferryError(f"{samples.source} has rows without text: fill them, or leave them out")
+    pairs = [row.get("text_pair") for row in samples.rows]
+    missing = sum(pair is None for pair in pairs)
+    if 0 < missing < len(pairs):
+        raise TaskferryError(
+            f"{samples.source}: {missing} of {len(pairs)} rows have no text_pair: fill them, or leave it out"
+        )
+    return text_calibration(
+        [str(row["text"]) for row in samples.rows],
+        source.tokenizer(),
+        None if target is None else target.tokenizer(),
+        pairs=None if missing else [str(p) for p in pairs],
+        labels=samples.labels,
+        max_length=max_length,
+        micro_batch=micro_batch,
+    )
+
+
+def one_sided(samples: Samples, loaded: Loaded, *, max_length: int, micro_batch: int) -> list[Batch]:
+    """Samples as one model takes them: for scoring and training."""
+    lengths = {"max_length": max_length, "micro_batch": micro_batch}
+    if not is_language_model(loaded.model):
+        return encoder_calibration(samples, loaded, None, **lengths).side(0)
+    build = _builder(language_kind(loaded, loaded), samples)
+    return build([segments_of(row) for row in samples.rows], loaded.tokenizer(), **lengths).side(0)
+
+
+def _image_key(loaded: Loaded) -> str:
+    return _IMAGE_INPUT.get(family_of(loaded.model).name, "pixel_values")
+
+
+def _language(
+    settings: CalibrationSettings, samples: Samples, source: Loaded, target: Loaded, tuned: Tuned | None, kind: str
+) -> tuple[Calibration, str, list[int]]:
+    """The calibration set, where its answers came from, and which of the samples have one."""
+    tokenizer_A, tokenizer_B = source.tokenizer(), target.tokenizer()
+    origin = "the text itself"
+    rows = [dict(row) for row in samples.rows]
+    kept = list(range(len(rows)))
+    if samples.kind == "image":
+        raise TaskferryError(f"{settings.calibration} has images: a language model needs text, prompts or messages")
+    if samples.kind == "prompt":
+        origin = "the completions in the data"
+        if any(not isinstance(row["prompt"], str) for row in rows):
+            raise TaskferryError(f"{settings.calibration} has rows without a prompt: fill them, or leave them out")
+        asked = [row for row in rows if settings.labels == "teacher" or row.get("completion") is None]
+        if asked and settings.labels == "data":
+            raise TaskferryError(f"{settings.calibration}: {len(asked)} rows have no completion: use --labels teacher")
+        if asked:
+            origin = f"{len(asked)} completions of the tuned source (teacher)"
+            with _teacher_model(source, tuned) as teacher:
+                answers = complete(teacher, tokenizer_A, [row["prompt"] for row in asked])
+            for row, completion in zip(asked, answers, strict=True):
+                row["completion"] = completion
+            blank = [id(row) for row in asked if is_blank(row["completion"])]
+            if blank:
+                made = len(asked) - len(blank)
+                origin = f"{made} completions of the tuned source (teacher); {len(blank)} blank ones left out"
+            kept = [i for i, row in enumerate(rows) if id(row) not in blank]
+    elif settings.labels == "teacher":
+        raise TaskferryError("the teacher answers prompts: give a prompt column, or leave --labels teacher out")
+    segments: Sequence[list[Segment]] = [segments_of(rows[i]) for i in kept]
+    lengths = {"max_length": settings.max_length, "micro_batch": settings.micro_batch}
+    return _builder(kind, samples)(segments, tokenizer_A, tokenizer_B, **lengths), origin, kept
+
+
+def _builder(kind: str | None, samples: Samples) -> Callable[..., Calibration]:
+    """How samples of a language model are prepared."""
+    if kind != "sequence":
+        return language_calibration
+    if samples.kind != "prompt":
+        raise TaskferryError("an encoder-decoder needs the columns prompt and completion")
+    return sequence_calibration
+
+
+@torch.no_grad()
+def complete(model: torch.nn.Module, tokenizer: Any, prompts: Sequence[str], length: int = 64) -> list[str]:
+    """What a language model answers, greedily."""
+    completions = []
+    generator: Any = model
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt").to(device_of(model))
+        output = generator.generate(
+            **inputs, max_new_tokens=length, do_sample=False, pad_token_id=tokenizer.eos_token_id
+        )
+        text = tokenizer.decode(output[0], skip_special_tokens=True)
+        if not generator.config.is_encoder_decoder:
+            # Decoded as a whole: a piece on its own may lose the space before it.
+            text = text[len(tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)) :]
+        completions.append(text)
+    if all(map(is_blank, completions)):
+        raise TaskferryError("the tuned source answers every prompt with nothing: give completions in the data")
+    return completions
+
+
+def is_blank(answer: str) -> bool:
+    """Whether an answer says nothing: a broken character does not either, and some tokenizers drop it."""
+    return not answer.replace("\ufffd", "").strip()
+
+
+def _objectives(
+    settings: CalibrationSettings, samples: Samples, source: Loaded, target: Loaded
+) -> tuple[Objective, Objective]:
+    name = settings.objective
+    has_text = all(has_text_tower(m) for m in (source, target))
+    if name == "auto":
+        name = "zero-shot" if has_text and samples.kind == "image" and samples.classes else "prototypes"
+    if name == "zero-shot" and (not has_text or not samples.classes):
+        raise TaskferryError(
+            "a zero-shot head needs two image-text models and class names (a classes.json beside the data)"
+        )
+    first, second = (named_classifier(name, m, samples.classes, settings.templates) for m in (source, target))
+    return first, second
+
+
+def named_classifier(name: str, loaded: Loaded, classes: Sequence[str], templates: Sequence[str]) -> Classifier:
+    """The head that an option names, for one model."""
+    if name == "zero-shot":
+        return zero_shot(loaded, classes, templates)
+    if name == "language":
+        raise TaskferryError("the objective 'language' needs a language model")
+    kinds: dict[str, Classifier] = {
+        "prototypes": Prototypes(),
+        "probe": LinearProbe(),
+        "cross-probe": CrossProbe(),
+        "head": Head(),
+    }
+    return kinds[name]
+
+
+def zero_shot(loaded: Loaded, classes: Sequence[str], templates: Sequence[str]) -> ZeroShot:
+    """The frozen head of an image-text model for these classes, by its own tokenizer and text tower."""
+    if not has_text_tower(loaded) or not classes:
+        raise TaskferryError(f"{loaded.given}: a zero-shot head needs an image-text model and class names")
+    return ZeroShot(tuple(classes), _tokenize(loaded), tuple(templates))
+
+
+def has_text_tower(loaded: Loaded) -> bool:
+    """Whether a model embeds texts and images in one space."""
+    return hasattr(loaded.model, "encode_text") or hasattr(loaded.model, "get_text_features")
+
+
+def _tokenize(loaded: Loaded) -> Callable[[list[str]], Any]:
+    tokenizer = loaded.tokenizer()
+    if family_of(loaded.model).name == "openclip":
+        return lambda texts: tokenizer(texts)
+    return lambda texts: tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+
+
+def _teacher(
+    settings: CalibrationSettings, calibration: Calibration, samples: Samples, source: Loaded, tuned: Tuned | None
+) -> Tensor:
+    """Classes predicted by the tuned source: with its own head, or its zero-shot head."""
+    with _teacher_model(source, tuned) as teacher:
+        if samples.classes and has_text_tower(source):
+            # The head of the base: its text tower may have been tuned, the classes are what it was asked for.
+            return teacher_labels(teacher, calibration.side(0), zero_shot(source, samples.classes, settings.templates))
+        headless = getattr(teacher, "num_classes", None) == 0
+        if headless or not type(teacher).__name__.endswith(("Classification", "VisionTransformer")):
+            raise TaskferryError(
+                f"the tuned source is a {type(teacher).__name__}, which predicts no classes, and the data has no "
+                "labels: give labels, or a tuned model with its classification head"
+            )
+        return teacher_labels(teacher, calibration.side(0), Head())
+
+
+@contextmanager
+def _teacher_model(source: Loaded, tuned: Tuned | None) -> Iterator[torch.nn.Module]:
+    """The tuned source: base + τ where that is all of it, or as it was saved, with its head."""
+    if tuned is None:
+        raise TaskferryError("labels from the teacher need the tuned source: give --source-tuned")
+    if any("modules_to_save" in reason for reason in tuned.ignored.values()):
+        raise TaskferryError(
+            f"{tuned.given} brings a head of its own, which its base lacks: give labels, or the merged model"
+        )
+    if tuned.adapter is not None or not Path(tuned.given).is_dir() or not (tuned.ignored or source.absent):
+        with moved_by(source.model, tuned.tau) as set_scale:
+            set_scale(1.0)
+            yield source.model
+    else:
+        yield load_model(tuned.given).model.to(device_of(source.model))
+
+
+def _features(samples: Samples, loaded: Loaded, *, max_length: int, micro_batch: int) -> Tensor:
+    """[total, d] of all samples, a part at a time: their tensors together may not fit."""
+    family, device, found = family_of(loaded.model), device_of(loaded.model), []
+    with torch.no_grad():
+        for start in range(0, len(samples), 16 * micro_batch):
+            part = samples.take(range(start, min(start + 16 * micro_batch, len(samples))))
+            batches = one_sided(part, loaded, max_length=max_length, micro_batch=micro_batch)
+            found += [family.features(loaded.model, batch.to(device)).cpu() for batch in batches]
+    return torch.cat(found)

@@ -1,0 +1,113 @@
+"""What a fit captures, and what it keeps of it.
+
+>>> BICO = Capture()                                             # activations in, gradients back (paper, section 4)
+>>> Capture(outputs="activations")                               # THESEUS
+>>> Capture(sums=Whitened, points=(BASE, Point(half_A, half_B)))   # whitened gradients, at two points
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Generic, Literal, Protocol, TypeVar
+
+from torch import Tensor
+
+from taskferry.disk.files import hash_tensor
+from taskferry.maths.sums import CrossCovariance
+from taskferry.sites.pairing import Pair
+from taskferry.taskvector import LowRank, TaskVector
+
+Signal = Literal["activations", "gradients"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where both models stand when they are captured: what is added to each base."""
+
+    source: TaskVector = field(default_factory=lambda: TaskVector({}))
+    target: TaskVector = field(default_factory=lambda: TaskVector({}))
+
+
+BASE = Point()
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What is captured of every pair of sites: signals, the kind of sums, and where both models stand."""
+
+    inputs: Signal = "activations"  # x, or the gradient of the loss with respect to x through this site
+    outputs: Signal = "gradients"  # the gradient with respect to y, or y
+    sums: type[CrossCovariance] = CrossCovariance  # of the output side
+    points: tuple[Point, ...] = (BASE,)
+    identity: Literal["inputs", "outputs"] | None = None  # a side whose coordinates stay as they are
+    again: bool = False  # whether another capture will add a point to this one: its sums stay where they fit
+
+    @property
+    def backward(self) -> bool:
+        """Whether a backward pass is needed."""
+        return "gradients" in (self.inputs, self.outputs)
+
+    def numbers(self, pair: Pair) -> int:
+        """Of the sums of a pair."""
+        (out_A, in_A), (out_B, in_B) = pair.source.shape, pair.target.shape
+        return self.sums.numbers(out_A, out_B) + CrossCovariance.numbers(in_A, in_B)
+
+    def start(self, inputs: bool, d_A: int, d_B: int, exact: bool = False) -> CrossCovariance:
+        """Empty sums for one side of a site."""
+        return (CrossCovariance if inputs else self.sums)(d_A, d_B, exact=exact)
+
+    def key(self) -> str:
+        """The same for captures that see the same."""
+        digest = hashlib.sha256(repr((self.inputs, self.outputs, self.sums.__name__, self.identity)).encode())
+        for point in self.points:
+            for side, tau in (("source", point.source), ("target", point.target)):
+                for name, delta in tau.deltas.items():
+                    for part in (delta.left, delta.right) if isinstance(delta, LowRank) else (delta,):
+                        hash_tensor(digest, f"{side} {name}", part)
+        return digest.hexdigest()
+
+
+class Sums(Protocol):
+    """Takes the rows of both models, token by token the same, one micro-batch after the other."""
+
+    def add(self, X_A: Tensor, X_B: Tensor) -> None:
+        """X_A: [M, d_A], X_B: [M, d_B]."""
+
+
+S = TypeVar("S", bound=Sums)
+
+
+@dataclass
+class Paired(Generic[S]):
+    """What a capture keeps for a group of pairs. Sites that read the same tensors share one entry of `inputs`."""
+
+    inputs: dict[str, S] = field(default_factory=dict)  # by the first target site that reads it
+    outputs: dict[str, S] = field(default_factory=dict)  # by target site
+    reads: dict[str, list[str]] = field(default_factory=dict)  # target site -> keys of `inputs`, one a use
+
+    def start(self, inputs: bool, site: str, d_A: int, d_B: int) -> S:  # noqa: ARG002
+        """Empty sums for the inputs (or the outputs) of a target site."""
+        raise TypeError(f"{type(self).__name__} does not say what it keeps")
+
+
+@dataclass
+class Statistics(Paired[CrossCovariance]):
+    """Sums of products, of the kinds that a capture asks for."""
+
+    capture: Capture = field(default_factory=Capture)
+    exact: bool = False
+
+    def start(self, inputs: bool, site: str, d_A: int, d_B: int) -> CrossCovariance:  # noqa: ARG002
+        """Empty sums of that side's kind."""
+        return self.capture.start(inputs, d_A, d_B, self.exact)
+
+    def input_of(self, name: str) -> tuple[str, CrossCovariance]:
+        """The key and the sums of what a target site reads, over all its uses."""
+        keys = self.reads[name]
+        if len(keys) == 1:
+            return keys[0], self.inputs[keys[0]]
+        total = self.capture.start(True, self.inputs[keys[0]].d_A, self.inputs[keys[0]].d_B, self.exact)
+        for key in keys:
+            total.merge(self.inputs[key])
+        return f"{name}@all", total

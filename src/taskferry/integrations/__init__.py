@@ -1,0 +1,1 @@
+"""Hubs and the Trainer of transformers."""

@@ -1,0 +1,1 @@
+"""Whole jobs, file to file, and the record that they all write."""

@@ -1,0 +1,110 @@
+"""taskferry apply and diff, file to file: a LoRA needs no model at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from taskferry.alignment import Alignment
+from taskferry.checkpoints import Loaded, Skeleton, Tuned, is_adapter, load_model, load_tuned, read_adapter
+from taskferry.disk.files import hash_parameters
+from taskferry.disk.inputs import Inputs
+from taskferry.disk.staging import check_free
+from taskferry.errors import TaskferryError
+from taskferry.jobs.output import in_form, output_kind, write_output
+from taskferry.jobs.record import Outcome, applied, make_record, summary
+from taskferry.settings import ApplySettings
+from taskferry.taskvector import TaskVector
+
+
+def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
+    """A saved alignment and a tuned source into an output."""
+    check_free(settings.out)
+    bases = {side: getattr(settings, side) for side in ("source_base", "target_base")}
+    # The name of a base in an adapter need not be there.
+    there = {side: given for side, given in bases.items() if given is not None and Path(given).exists()}
+    inputs = Inputs(alignment=settings.alignment, source_tuned=settings.source_tuned, **there)
+    alignment = Alignment.load(settings.alignment)
+    tuned = _tuned_for(settings, alignment)
+    kind = output_kind(settings, tuned.adapter)
+    moved = alignment.apply(tuned.tau)
+    if not len(moved):
+        raise TaskferryError(f"nothing of {settings.source_tuned} moved: {summary(moved)}")
+    target: Loaded | Skeleton
+    if kind == "model":
+        if settings.target_base is None:
+            raise TaskferryError("a full model needs its base: give --target-base, or --as-task-vector")
+        target = load_model(settings.target_base)
+        _same_model(alignment, "target", target)
+    else:
+        target = target_skeleton(alignment)
+    final, cut = in_form(settings, kind, settings.scale * moved)
+    table = alignment.table()
+    record = apply_record(command, settings, inputs.hashes(), alignment, table, moved, tuned.ignored, **cut)
+    write_output(settings, kind, final, target, tuned.adapter, record, inputs)
+    return Outcome(record, settings.out)
+
+
+def apply_record(
+    command: str,
+    settings: ApplySettings,
+    inputs: Mapping[str, Mapping[str, str]],
+    alignment: Alignment,
+    table: Sequence[Mapping[str, Any]],
+    moved: TaskVector,
+    ignored: Mapping[str, str],
+    **more: Any,
+) -> dict[str, Any]:
+    """The record of one applied change, alone or in a fleet; `table` is the alignment's, made once for all."""
+    return make_record(
+        command,
+        settings,
+        inputs,
+        moved,
+        verdict=applied(moved, settings.scale),
+        provenance=alignment.provenance,
+        sites=table,
+        ignored=ignored,
+        **more,
+    )
+
+
+def difference(base: str, tuned: str, out: Path) -> TaskVector:
+    """τ = tuned − base as one file."""
+    check_free(out)
+    tau = load_tuned(tuned, load_model(base)).tau
+    if not len(tau):
+        raise TaskferryError(f"{tuned} does not differ from {base}")
+    tau.save(out)
+    return tau
+
+
+def source_skeleton(alignment: Alignment) -> Skeleton:
+    """What an adapter must fit to pass through an alignment."""
+    return Skeleton.from_sites(alignment.source_parameters, [pair.source for pair in alignment.pairs], "")
+
+
+def target_skeleton(alignment: Alignment) -> Skeleton:
+    """What it will fit then."""
+    prefix = alignment.model("target").get("prefix", "")
+    return Skeleton.from_sites(alignment.target_parameters, [pair.target for pair in alignment.pairs], prefix)
+
+
+def _tuned_for(settings: ApplySettings, alignment: Alignment) -> Tuned:
+    path = Path(settings.source_tuned)
+    if is_adapter(path):
+        adapter = read_adapter(path, source_skeleton(alignment))
+        return Tuned(adapter.tau, adapter, adapter.ignored)
+    if path.is_file() and settings.source_base is None:
+        return Tuned(TaskVector.load(path))
+    if settings.source_base is None:
+        raise TaskferryError(f"{settings.source_tuned} is a full model: give its base with --source-base")
+    source = load_model(settings.source_base)
+    _same_model(alignment, "source", source)
+    return load_tuned(settings.source_tuned, source)
+
+
+def _same_model(alignment: Alignment, side: str, loaded: Loaded) -> None:
+    if hash_parameters(loaded.model) != alignment.model(side)["sha256"]:
+        raise TaskferryError(f"{loaded.given} is not the {side} that this alignment was fitted on: fit one for it")

@@ -1,0 +1,102 @@
+"""What a walk block by block will take: arithmetic over the shapes of one block, and the speed of this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from taskferry.engines.blocks import BlockPair
+from taskferry.engines.lazy import LazyModel
+from taskferry.engines.memory import give_back
+from taskferry.fitting.scale import START
+from taskferry.jobs.cost import Plan, apply_cost, resident, size
+from taskferry.jobs.machine import Machine
+from taskferry.methods import Effort
+from taskferry.sites.discovery import block_paths
+from taskferry.sites.pairing import Pair
+
+READING = 1.0e9  # bytes a second from disk, cautiously
+LIBRARIES = 200 * 2**20  # what the first passes load and keep, beyond any block
+EFFICIENCY = 0.6  # of a bare product, in a model's own passes
+
+
+def plan_blocks(pair: BlockPair, pairs: list[Pair], effort: Effort) -> Plan:
+    """Time and peak memory; every block of a model has the size of its largest."""
+    machine = Machine.of("cpu")
+    give_back()
+    calibration = pair.calibration
+    tokens = sum(size(B) for _, B in calibration)
+    batch = max(size(B) for _, B in calibration)
+    groups: dict[object, list[Pair]] = {}
+    for each in pairs:
+        groups.setdefault((each.target.stack, each.target.block), []).append(each)
+    maps = {block: map_shapes(some) for block, some in groups.items()}
+    sums = {block: sum(4 * min(tokens * (a + b), a * b) for a, b in some) for block, some in maps.items()}
+    sizes, outer, widths = [], [], []
+    for lazy, sites in zip(pair.lazy, (pair.source_sites, pair.target_sites), strict=True):
+        blocks = list(block_paths(sites).values())
+        sizes.append([_bytes(lazy, lazy.under(block)) for block in blocks])
+        outer.append(_bytes(lazy, lazy.outside(blocks)))
+        widths.append(max((s.shape[1] for s in sites if s.role.endswith((".q", ".qkv"))), default=0))
+    flops = [tokens * sum(some) / 4 for some in sizes]  # multiply-adds of a forward pass of each
+    bits = pair.lazy[1].dtype.itemsize
+    stored = [(sum(some) + out) * bits // 4 for some, out in zip(sizes, outer, strict=True)]
+    block_A, block_B = max(sizes[0]), max(sizes[1])
+    points = max(1, min(2, effort.captures))
+    edges = points * 4 * tokens * sum(widths)
+    largest = max(sums.values())
+    shapes = [(p.source.shape, p.target.shape) for p in max(groups.values(), key=len)]
+    held = 4 * batch * sum(a[0] + a[1] for a, _ in shapes)
+    graph = 4 * batch * 2 * sum(b[0] + b[1] for _, b in shapes)
+    workspace = max(8 * 3 * min(tokens * (a + b), 2 * a * b) for some in maps.values() for a, b in some)
+    scales = len(START) if effort.evaluations > 2 else 2
+    peak = max(
+        block_A + block_B + edges + held + graph + points * largest,  # capture
+        edges + (1 + points) * largest + workspace,  # solve
+        edges + largest + 2 * block_A + 2 * block_B,  # apply, and the shard that is written
+        max(outer) + edges + 12 * batch * max(_vocabulary(lazy) for lazy in pair.lazy),  # loss
+        2 * block_B + scales * 4 * tokens * widths[1] + graph,  # several scales at once
+    )
+    speed = EFFICIENCY * machine.product
+    walks = effort.evaluations / len(START)
+    stages = {
+        "forward": effort.captures * (2 * sum(stored) / READING + 3 * sum(flops) / speed),
+        "capture": effort.captures * sum(tokens * a * b for some in maps.values() for a, b in some) / machine.product,
+        "solve": effort.solves * sum(machine.solve_seconds(tokens, a, b) for some in maps.values() for a, b in some),
+        "apply": max(1, effort.solves)
+        * sum(apply_cost(p.source.shape, p.target.shape) for p in pairs)
+        / machine.product,
+        "scale": walks * stored[1] / READING + effort.evaluations * flops[1] / speed,
+        "check": 2 * stored[1] / READING + (2 * sum(sum(some) for some in sizes) + sum(stored)) / machine.hashing,
+    }
+    return Plan(
+        pairs=len(pairs),
+        sites=len(pair.target_sites),
+        tokens=tokens,
+        statistics_bytes=largest,
+        weights_bytes=sum(stored),
+        memory_bytes=resident() + LIBRARIES + peak,
+        stages=stages,
+    )
+
+
+def map_shapes(pairs: Iterable[Pair]) -> list[tuple[int, int]]:
+    """(d_A, d_B) of every map: q, k and v share their input, gate and up theirs."""
+    inputs: dict[tuple[object, str], tuple[int, int]] = {}
+    outputs = []
+    for pair in pairs:
+        a, b = pair.source.shape, pair.target.shape
+        part, _, leaf = pair.target.role.rpartition(".")
+        shared = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "up"}.get(leaf, leaf)
+        inputs[pair.target.block, f"{part}.{shared}"] = (a[1], b[1])
+        outputs.append((a[0], b[0]))
+    return [*inputs.values(), *outputs]
+
+
+def _bytes(lazy: LazyModel, names: Iterable[str]) -> int:
+    """In float32, as they are read."""
+    return sum(4 * math.prod(lazy.shapes[name]) for name in names)
+
+
+def _vocabulary(lazy: LazyModel) -> int:
+    return int(getattr(lazy.model.config, "vocab_size", 0))

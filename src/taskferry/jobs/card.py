@@ -1,0 +1,55 @@
+"""What an output says about itself to people and hubs: README.md, a model card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from taskferry.integrations.hub import CARD, card_fields
+from taskferry.methods import methods
+
+
+def _method(record: Mapping[str, Any]) -> str:
+    name = str(record["provenance"].get("method", ""))
+    known = methods().get(name)
+    return name if known is None else f"{name}; {known.shown.card}"
+
+
+def _shown(text: object) -> str:
+    """Names come from files: without what would end a code block, start a tag or steer a terminal."""
+    marks = {"`": "'", "<": "‹", ">": "›"}
+    return "".join(marks.get(c, c if c.isprintable() or c == "\n" else "?") for c in str(text))
+
+
+def write_card(folder: Path, record: Mapping[str, Any], *, adapter: bool) -> None:
+    """README.md with the fields that hubs read."""
+    settings, verdict = record["settings"], record["verdict"]
+    body = f"""
+# {"A LoRA adapter" if adapter else "A model"} moved with taskferry
+
+{_shown(verdict["sentence"])}
+
+- moved from: `{_shown(settings.get("source_tuned"))}` on `{_shown(settings.get("source_base"))}`
+- moved to: `{_shown(settings.get("target_base") or "")}`
+- scale: {verdict["scale"]}
+- method: {_shown(_method(record))}
+
+Biases, errors and unsafe behaviour of the source move along: evaluate before use.
+
+## To repeat
+
+```
+{_shown(record["command"])}
+```
+
+## What moved
+
+```
+{_shown(record["coverage_summary"])}
+```
+
+`taskferry.json` has all settings, hashes of the inputs, the samples used and the quality of every map.
+"""
+    fields = card_fields(folder, record, adapter=adapter)
+    (folder / CARD).write_text(f"---\n{fields}\n---\n{body}", encoding="utf-8")

@@ -1,0 +1,58 @@
+"""A plan in numbers, and the small sums that plans are made of."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from taskferry.calibration.batch import Batch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The work in numbers."""
+
+    pairs: int
+    sites: int
+    tokens: int  # rows of the map that sees most
+    statistics_bytes: int  # of all cross-covariances
+    weights_bytes: int
+    memory_bytes: int  # resident at the peak
+    stages: dict[str, float]  # seconds
+
+    @property
+    def seconds(self) -> float:
+        """All stages together."""
+        return sum(self.stages.values())
+
+
+def apply_cost(source: tuple[int, int], target: tuple[int, int]) -> int:
+    """Multiply-adds of R_outᵀ τ R_in in its cheaper order."""
+    (a, b), (c, d) = source, target
+    return min(a * b * d + a * c * d, a * b * c + b * c * d)
+
+
+def size(batch: Batch) -> int:
+    """What a pass costs in proportion to: tokens with their padding, or samples of one size."""
+    ids = batch.inputs.get("input_ids")
+    return len(batch) if ids is None else ids.numel()
+
+
+def resident() -> int:
+    """Bytes of memory this process holds now; at its peak so far where the system does not say."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * mmap.PAGESIZE
+    return peak()
+
+
+def peak() -> int:
+    """The most bytes that this process has held so far (0 where the system does not say)."""
+    try:
+        import resource
+    except ImportError:  # no such thing on Windows
+        return 0
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

@@ -1,0 +1,63 @@
+"""taskferry fit, and what a job will cost: maps of a pair of base models, once, for many task vectors."""
+
+from __future__ import annotations
+
+from taskferry.alignment import Alignment
+from taskferry.disk.staging import check_free
+from taskferry.engines.ranks import rank_and_size
+from taskferry.errors import TaskferryError
+from taskferry.fitting.preparation import Prepared
+from taskferry.jobs.cost import Plan
+from taskferry.jobs.opening import opened
+from taskferry.jobs.plan import plan_job
+from taskferry.jobs.record import Reporter
+from taskferry.jobs.settings import FitSettings, PlanSettings
+from taskferry.methods import Job
+
+
+def fit_alignment(
+    settings: FitSettings, *, reporter: Reporter | None = None, dry_run: bool = False
+) -> Alignment | None:
+    """Both base models and a calibration set into one alignment file."""
+    reporter = reporter or Reporter()
+    method, own = settings.chosen()
+    method.refuse(settings.engine_name, save=True)
+    if settings.shard and settings.source_tuned is not None and method.needs.captures > 1:
+        raise TaskferryError(
+            f"--shard: the method {method.name} adds the fine-tune to the weights for its second capture, and sharded "
+            "weights stay as they are: leave --source-tuned out, or --shard"
+        )
+    check_free(settings.out)
+    with opened(settings, reporter, settings.out, dry_run=dry_run) as models:
+        job = Job(models.pair, models.tuned.tau, every_site=True)
+        if reporter.wants_plan and models.first:
+            lines = sample_lines(models.prepared)
+            size = rank_and_size()[1]
+            if size > 1:
+                lines["processes"] = f"{size}, which share passes and maps; the time below is that of one"
+            reporter.plan(plan_job(job, method, own), lines)
+        if dry_run:
+            return None
+        if settings.shard:
+            models.shard(settings.device)
+        alignment = method.move(job, own).alignment
+        if not models.first or alignment is None:
+            return None
+        models.inputs.check()
+        alignment.save(settings.out)
+    return alignment
+
+
+def plan_transfer(settings: PlanSettings, reporter: Reporter) -> Plan:
+    """What moving would cost; nothing is written."""
+    method, own = settings.chosen()
+    with opened(settings, reporter, None) as models:
+        job = Job(models.pair, models.tuned.tau, every_site=settings.source_tuned is None)
+        plan = plan_job(job, method, own, scale="auto")
+        reporter.plan(plan, {"method": method.name, **sample_lines(models.prepared)})
+    return plan
+
+
+def sample_lines(prepared: Prepared) -> dict[str, str]:
+    """Of a plan."""
+    return {"labels": prepared.labels, "samples": str(prepared.calibration.samples)}

@@ -1,0 +1,128 @@
+"""Opening a pair of models for a job, on the engine that was asked for: models, fine-tune, samples, heads, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from taskferry.checkpoints import Loaded, Skeleton, Tuned, is_adapter, load_pair, load_tuned, read_adapter
+from taskferry.checkpoints.huggingface import owns
+from taskferry.checkpoints.loaded import to_device
+from taskferry.checkpoints.models import resolve
+from taskferry.disk.inputs import Inputs
+from taskferry.disk.staging import finished_groups
+from taskferry.disk.temporary import sweep, temporary_folder
+from taskferry.engines.blocks import BlockPair
+from taskferry.engines.lazy import Difference, LazyModel
+from taskferry.engines.pair import ModelPair, Work
+from taskferry.engines.ranks import RankedPair, process_group, rank_and_size, started_by_torchrun
+from taskferry.engines.whole import WholePair
+from taskferry.errors import TaskferryError
+from taskferry.fitting.preparation import Prepared, prepare
+from taskferry.jobs.record import Reporter
+from taskferry.jobs.settings import FitSettings, MethodSettings, PlanSettings, TransferSettings
+from taskferry.taskvector import TaskVector
+
+Settings = TransferSettings | FitSettings | PlanSettings
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A pair of models, and where everything about it came from."""
+
+    pair: ModelPair
+    target: Loaded | LazyModel
+    tuned: Tuned  # nothing, where no fine-tune was given
+    prepared: Prepared
+    inputs: Inputs
+    first: bool = True  # whether this process writes
+    models: tuple[Loaded, ...] = ()  # in memory
+
+    def shard(self, device: str) -> None:
+        """Spread the weights of the blocks over the ranks, which then reach their device."""
+        if isinstance(self.pair, RankedPair):
+            self.pair.shard()
+        for loaded in self.models:
+            to_device(loaded, device)
+
+
+@contextmanager
+def opened(settings: Settings, reporter: Reporter, out: Path | None, *, dry_run: bool = False) -> Iterator[Opened]:
+    """What is finished is stored beside `out`, so that a job that was killed goes on; it goes when the job is done."""
+    engine = settings.engine_name
+    given = {name: getattr(settings, name) for name in ("source_base", "source_tuned", "target_base")}
+    found = {name: resolve(value) for name, value in given.items() if value is not None}
+    inputs = Inputs(**found, calibration=settings.calibration)
+    first = rank_and_size()[0] == 0
+    with ExitStack() as stack:
+        # Only the first rank stores what is finished, and takes it away.
+        resume = stack.enter_context(finished_groups(out)) if out is not None and first and not dry_run else None
+        work = Work(int(settings.statistics_memory * 2**30), reporter.step if first else None, resume)
+        if engine == BlockPair.engine:
+            if out is None:
+                raise ValueError("block by block needs a place beside its output")
+            yield _on_disk(settings, stack.enter_context(_scratch(out)), work, inputs)
+        else:
+            yield _in_memory(settings, stack, work, inputs, first)
+
+
+def _in_memory(settings: Settings, stack: ExitStack, work: Work, inputs: Inputs, first: bool) -> Opened:
+    shard = isinstance(settings, FitSettings) and settings.shard
+    if shard and not started_by_torchrun():
+        raise TaskferryError("--shard spreads a model over processes: start them with torchrun, or leave it out")
+    # Models that are to be sharded reach the device in parts.
+    source, target = load_pair(settings.source_base, settings.target_base, "cpu" if shard else settings.device)
+    tuned = _tuned(settings.source_tuned, source)
+    prepared = prepare(settings, source, target, tuned if settings.source_tuned is not None else None)
+    pair: WholePair
+    if started_by_torchrun():
+        stack.enter_context(process_group())
+        pair = RankedPair(source.model, target.model, prepared.calibration, prepared.objectives, work=work)
+    else:
+        pair = WholePair(source.model, target.model, prepared.calibration, prepared.objectives, work=work)
+    return Opened(pair, target, tuned, prepared, inputs, first, (source, target))
+
+
+def _tuned(given: str | None, source: Loaded) -> Tuned:
+    if given is None:
+        return Tuned(TaskVector({}))
+    tuned = load_tuned(given, source)
+    if not len(tuned.tau):
+        raise TaskferryError(f"{given} does not differ from {source.given}: nothing to move")
+    return tuned
+
+
+def _on_disk(settings: MethodSettings, scratch: Path, work: Work, inputs: Inputs) -> Opened:
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    source, target = (_lazy(given, device) for given in (settings.source_base, settings.target_base))
+    given = str(getattr(settings, "source_tuned", ""))
+    if is_adapter(Path(given)):
+        adapter = read_adapter(Path(given), Skeleton.of(source.model))
+        tuned = Tuned(adapter.tau, adapter, adapter.ignored, given)
+    else:
+        tuned = Tuned(TaskVector(Difference(source, _lazy(given, "cpu"))), given=given)
+    prepared = prepare(settings, source.loaded(), target.loaded(), None)
+    pair = BlockPair(source, target, prepared.calibration, prepared.objectives, scratch=scratch, work=work)
+    return Opened(pair, target, tuned, prepared, inputs)
+
+
+@contextmanager
+def _scratch(out: Path) -> Iterator[Path]:
+    """A folder beside the output for what a run block by block keeps on disk."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    sweep(out.parent, out.name[:80])
+    with temporary_folder(out.parent, f"{out.name[:80]}.blocks") as scratch:
+        yield scratch
+
+
+def _lazy(given: str, device: str) -> LazyModel:
+    folder = resolve(given)
+    if not owns(folder):
+        raise TaskferryError(f"{given} is no Hugging Face folder: block by block needs one; use the engine 'whole'")
+    return LazyModel(given, Path(folder), device)

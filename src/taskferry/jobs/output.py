@@ -1,0 +1,126 @@
+"""In which form a moved task vector is written: a full model, a LoRA adapter, or the task vector alone.
+
+What was written is loaded again and compared with what was meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from taskferry.checkpoints import Adapter, Loaded, Skeleton, load_model, read_adapter, write_adapter, write_model
+from taskferry.checkpoints.lowrank import compress
+from taskferry.disk.inputs import Inputs
+from taskferry.disk.staging import staged_folder
+from taskferry.engines.lazy import LazyModel
+from taskferry.errors import TaskferryError
+from taskferry.jobs.record import finish
+from taskferry.jobs.settings import TransferSettings
+from taskferry.jobs.timing import Timing
+from taskferry.settings import ApplySettings, OutputSettings
+from taskferry.sites.discovery import block_paths, find_sites
+from taskferry.taskvector import Delta, TaskVector, match_names
+
+FORMS = {"lora": "a LoRA adapter", "model": "a full model", "task-vector": "a task vector"}
+
+
+def output_kind(settings: OutputSettings, adapter: Adapter | None) -> str:
+    """Which form the settings and the input ask for: a LoRA in gives a LoRA out."""
+    if settings.as_task_vector:
+        return "task-vector"
+    if settings.as_model:
+        return "model"
+    if adapter is not None and (settings.rank is not None or settings.energy is not None):
+        raise TaskferryError("a LoRA keeps its rank exactly: leave --rank and --energy out")
+    if settings.as_lora and adapter is None and settings.rank is None and settings.energy is None:
+        raise TaskferryError("--as-lora of a full fine-tune needs --rank 32 or --energy 0.95")
+    return "lora" if adapter is not None or settings.as_lora else "model"
+
+
+def in_form(settings: OutputSettings, kind: str, tau: TaskVector) -> tuple[TaskVector, dict[str, Any]]:
+    """The task vector in that form, with what a cut to a LoRA loses."""
+    if kind != "lora" or (settings.rank is None and settings.energy is None):
+        return tau, {}
+    low, errors, lost = compress(tau, rank=settings.rank, energy=settings.energy)
+    return low, {"truncation": errors, "not_in_the_lora": lost}
+
+
+def write_output(
+    settings: TransferSettings | ApplySettings,
+    kind: str,
+    tau: TaskVector,
+    target: Loaded | LazyModel | Skeleton,
+    adapter: Adapter | None,
+    record: Mapping[str, Any],
+    inputs: Inputs,
+    timing: Timing | None = None,
+) -> None:
+    """The folder with weights, record, settings and card; loaded again and checked, whole or not at all."""
+    with staged_folder(settings.out) as folder:
+        write_form(kind, tau, folder, target=target, adapter=adapter, base=settings.target_base or "")
+        finish(folder, record, settings, adapter=kind == "lora")
+        if timing is not None:
+            timing.step("check", 0, 1)
+        if not isinstance(target, Skeleton):
+            check_output(folder, kind, tau, target)
+        inputs.check()
+        if timing is not None:
+            timing.step("check", 1, 1)
+
+
+def write_form(
+    kind: str,
+    tau: TaskVector,
+    folder: Path,
+    *,
+    target: Loaded | LazyModel | Skeleton,
+    adapter: Adapter | None,
+    base: str,
+) -> None:
+    """Write it; a full model needs the target itself, an adapter only its skeleton."""
+    if kind == "lora":
+        skeleton = target if isinstance(target, Skeleton) else Skeleton.of(target.model)
+        write_adapter(folder, tau, skeleton, base_name=base, like=adapter)
+    elif kind == "task-vector":
+        tau.save(folder / "task_vector.safetensors")
+    elif isinstance(target, Loaded):
+        write_model(target, tau, folder)
+    elif isinstance(target, LazyModel):
+        blocks = list(block_paths(find_sites(target.model)).values())
+        target.write(tau, folder, [*map(target.under, blocks), target.outside(blocks)])
+    else:
+        raise TaskferryError("a full model needs its base: give --target-base, or --as-task-vector")
+
+
+def check_output(folder: Path, kind: str, final: TaskVector, target: Loaded | LazyModel) -> None:
+    """Load what was written and compare it with what was meant, up to the rounding of its precision."""
+    if kind == "task-vector":
+        _compare(TaskVector.load(folder / "task_vector.safetensors").dense().deltas, final.dense().deltas, 0.0)
+        return
+    if kind == "lora":
+        adapter = read_adapter(folder, Skeleton.of(target.model))
+        _compare(adapter.tau.dense().deltas, final.dense().deltas, 16 * torch.finfo(adapter.dtype).eps)
+        return
+    if isinstance(target, LazyModel):
+        target.check(folder, final)
+        return
+    written = dict(load_model(str(folder), like=target.model).model.named_parameters())
+    base = dict(target.model.named_parameters())
+    names = match_names(final.deltas, base)
+    meant = {names[n]: base[names[n]].detach() + d.to(base[names[n]]) for n, d in final.dense().deltas.items()}  # type: ignore[union-attr]
+    precision = torch.finfo(target.extra.get("dtype", torch.float32)).eps
+    _compare({name: written[name].detach() for name in meant}, meant, 2 * precision)
+
+
+def _compare(written: Mapping[str, Delta], meant: Mapping[str, Delta], precision: float) -> None:
+    for name, value in meant.items():
+        found = written.get(name)
+        if not isinstance(found, Tensor) or not isinstance(value, Tensor) or found.shape != value.shape:
+            raise TaskferryError(f"{name} was not written as it was meant: nothing was kept")
+        error = float((found - value.to(found)).abs().max())
+        if not error <= precision * float(value.abs().max()) + 1e-7:
+            raise TaskferryError(f"{name} was written with an error of {error:.3g}: nothing was kept")

@@ -1,0 +1,161 @@
+"""What a transfer will cost, before it is done: the sizes, a trial on a few samples, and the speed of this machine.
+
+    >>> plan = plan_job(job, method, settings)
+    >>> plan.seconds, plan.memory_bytes
+
+The trial runs the real capture on a few samples of the first micro-batch. It tells how long a pass takes, which maps
+there are and how many tokens each sees, and what the graph holds; the rest is arithmetic.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from taskferry.calibration.batch import Batch, Calibration
+from taskferry.engines.blocks import BlockPair
+from taskferry.engines.pair import ModelPair
+from taskferry.engines.whole import unchanged
+from taskferry.fitting.capture import Side, collect, device_of
+from taskferry.fitting.objectives import ForwardOnly
+from taskferry.fitting.scale import EVALUATIONS
+from taskferry.fitting.statistics import Statistics
+from taskferry.jobs.block_plan import plan_blocks
+from taskferry.jobs.cost import Plan, apply_cost, resident, size
+from taskferry.jobs.machine import Machine
+from taskferry.methods import Effort, Job, Method
+from taskferry.sites.pairing import Pair
+
+TRIAL = 1.5  # seconds that a trial may take, roughly
+
+
+@dataclass
+class _Trial:
+    """What a few samples have shown; `share` of them make one micro-batch, `whole` the calibration set."""
+
+    statistics: Statistics
+    seconds: float
+    share: float
+    whole: float
+    graph: list[int] = field(default_factory=lambda: [0, 0])  # bytes that autograd keeps, of each model
+
+
+def plan_job(job: Job, method: Method, own: Mapping[str, Any], scale: float | str | None = None) -> Plan:
+    """What a method will take on a job; `scale` is None where none is looked at."""
+    effort = method.cost(job, own)
+    looked_at = EVALUATIONS if scale == "auto" and effort.evaluations == 0 else 2 if scale is not None else 0
+    effort = replace(effort, evaluations=effort.evaluations + looked_at)
+    left_out = {} if job.every_site else unchanged(job.pair.pairs, job.tau.deltas.keys())
+    if isinstance(job.pair, BlockPair):
+        return plan_blocks(job.pair, job.pair.wanted(left_out), effort)
+    return plan_whole(job.pair, job.pair.wanted(left_out), effort)
+
+
+def plan_whole(pair: ModelPair, pairs: list[Pair], effort: Effort) -> Plan:
+    """From sizes, a trial and a second of measurement."""
+    source, target = pair.source, pair.target
+    machine = Machine.of(device_of(target).type)
+    trial = _trial(source, target, pairs, pair.calibration)
+    now = resident()  # with all that libraries load when they are first used
+    sums = [*trial.statistics.inputs.values(), *trial.statistics.outputs.values()]
+    maps = [(round(S.rows * trial.whole), S.d_A, S.d_B) for S in sums]
+    weights = sum(p.numel() * p.element_size() for model in (source, target) for p in model.parameters())
+    held = sum(4 * min(rows * (a + b), a * b) for rows, a, b in maps)
+    memory = pair.work.sums_memory
+    groups = max(1, -(-held // memory))
+    products = sum(rows * a * b for rows, a, b in maps)
+    moving = sum(apply_cost(p.source.shape, p.target.shape) for p in pairs)
+    passes = trial.seconds * trial.whole
+    return Plan(
+        pairs=len(pairs),
+        sites=len(pair.target_sites),
+        tokens=max((rows for rows, _, _ in maps), default=0),
+        statistics_bytes=held,
+        weights_bytes=weights,
+        memory_bytes=now + _working_memory(trial, maps, min(held, memory)),
+        stages={
+            "capture": effort.captures * (groups * passes + products / machine.product),
+            "solve": effort.solves * sum(machine.solve_seconds(*each) for each in maps),
+            "apply": max(1, effort.solves) * moving / machine.product,
+            "hash": weights / machine.hashing,
+            "scale": effort.evaluations * 0.25 * passes,  # a forward pass of the target: half of its half
+        },
+    )
+
+
+def _trial(source: nn.Module, target: nn.Module, pairs: list[Pair], calibration: Calibration) -> _Trial:
+    first_A, first_B = next(iter(calibration))
+    sizes = [size(B) for _, B in calibration]
+    objective = ForwardOnly()
+
+    def run(count: int) -> _Trial:
+        some = (first_A.take(range(count)), first_B.take(range(count)))
+        share, whole = sizes[0] / size(some[1]), sum(sizes) / size(some[1])
+        found = _Trial(Statistics(), 0.0, share, whole)
+        sides = []
+        for i, model in enumerate((source, target)):
+            loss = objective.bind(model, [some[i]])
+            sides.append(Side(model, _counting(model, loss, found, i)))
+        started = time.perf_counter()
+        collect(found.statistics, sides[0], sides[1], pairs, Calibration([some]))
+        found.seconds = time.perf_counter() - started
+        return found
+
+    one = run(1)  # warms up, and says how many more there is time for
+    again = run(1)
+    count = min(len(first_B), int(TRIAL / max(again.seconds, 1e-9)))
+    return run(count) if count > 1 else min((one, again), key=lambda trial: trial.seconds)
+
+
+def _counting(
+    model: nn.Module, loss: Callable[[Batch], Tensor], trial: _Trial, which: int
+) -> Callable[[Batch], Tensor]:
+    """The loss, with the bytes that its graph keeps written down; weights are there anyway."""
+
+    def counted(batch: Batch) -> Tensor:
+        with _saved_bytes(model) as total:
+            value = loss(batch)
+        trial.graph[which] = total[0]
+        return value
+
+    return counted
+
+
+@contextmanager
+def _saved_bytes(model: nn.Module) -> Iterator[list[int]]:
+    seen = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    total = [0]
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total[0] += storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield total
+
+
+def _working_memory(trial: _Trial, maps: list[tuple[int, int, int]], sums: int) -> int:
+    """Beyond what is resident now: the worst of the source's pass, the target's pass and the largest map."""
+    share = trial.share
+    inputs = sum(4 * S.d_A * S.rows for S in trial.statistics.inputs.values()) * share
+    gradients = sum(4 * S.d_A * S.rows for S in trial.statistics.outputs.values()) * share
+    widest = max((max(S.d_A, S.d_B) * S.rows for S in trial.statistics.outputs.values()), default=0)
+    flowing = 3 * 4 * widest * share  # gradients on their way through the widest layer
+    largest = max((min(a, b) * max(a, b) for _, a, b in maps), default=0)
+    workspace = 8 * 6 * largest  # float64: C, its Gram matrix, eigenvectors, what the decomposition asks for, V
+    return int(
+        max(
+            trial.graph[0] * share + inputs + flowing,
+            trial.graph[1] * share + gradients + sums + flowing,
+            sums + workspace,
+        )
+    )

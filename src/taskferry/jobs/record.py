@@ -1,0 +1,136 @@
+"""What a job tells: to a reporter while it runs, and as an outcome when it is done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from taskferry.coverage import Coverage
+from taskferry.display.tables import ROWS, panel
+from taskferry.fitting.scale import ScaleCurve
+from taskferry.jobs.card import write_card
+from taskferry.jobs.cost import Plan
+from taskferry.settings import Settings, dump_settings
+from taskferry.taskvector import TaskVector
+from taskferry.version import __version__
+
+RECORD = "taskferry.json"
+
+
+class Reporter:
+    """Told what happens; the silent one does nothing."""
+
+    wants_plan = False  # a plan takes a trial of some seconds: not for nobody
+
+    def plan(self, plan: Plan, lines: Mapping[str, str]) -> None:
+        """Before the work."""
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """During it."""
+
+
+@dataclass(frozen=True, repr=False)
+class Outcome:
+    """What a job did: `verdict` for people, `record` for machines. `written` is None where nothing was."""
+
+    record: dict[str, Any]
+    written: Path | None
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        return str(self.record["verdict"]["sentence"])
+
+    def __repr__(self) -> str:
+        return f"Outcome({self.sentence!r}, written={str(self.written)!r})"
+
+    def _repr_html_(self) -> str:
+        told = self.record["verdict"]
+        facts = {"verdict": self.sentence, "scale": told["scale"], "written": self.written or "nothing"}
+        rows = [(line.strip(),) for line in str(self.record["coverage_summary"]).splitlines()]
+        title = "Moved" if self.written is not None else "Refused"
+        return panel(title, facts, ("coverage",), rows[:ROWS], len(rows) - len(rows[:ROWS]))
+
+
+def verdict(curve: ScaleCurve, moved: TaskVector) -> dict[str, Any]:
+    """What moved, at which scale, and what the loss says."""
+    before, after = curve.loss(0.0), curve.loss(curve.best)
+    count = len(moved.coverage.moved()) if moved.coverage else len(moved)
+    total = len(moved.coverage.rows) if moved.coverage else len(moved)
+    if not curve.helps:
+        sentence = (
+            f"No scale up to {curve.points[-1][0]:g} lowers the calibration loss of the target ({before:.4g}): "
+            "the verdict is scale 0, nothing was written."
+        )
+    else:
+        change = "down" if after < before else "UP"
+        sentence = (
+            f"{count} of {total} parameters moved at scale {curve.best:.3g}; "
+            f"the calibration loss went {change} from {before:.4g} to {after:.4g}."
+        )
+    return {
+        "sentence": sentence,
+        "scale": curve.best,
+        "loss_before": before,
+        "loss_after": after,
+        "moved": count,
+        "of": total,
+    }
+
+
+def applied(moved: TaskVector, scale: float) -> dict[str, Any]:
+    """The verdict where no loss was looked at."""
+    count = len(moved.coverage.moved()) if moved.coverage else len(moved)
+    total = len(moved.coverage.rows) if moved.coverage else len(moved)
+    sentence = f"{count} of {total} parameters moved at scale {scale:g}; the loss was not looked at."
+    return {"sentence": sentence, "scale": scale, "moved": count, "of": total}
+
+
+def make_record(
+    command: str,
+    settings: Settings,
+    inputs: Mapping[str, Mapping[str, str]],
+    moved: TaskVector,
+    *,
+    verdict: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    sites: Sequence[Mapping[str, Any]],
+    ignored: Mapping[str, str],
+    **more: Any,
+) -> dict[str, Any]:
+    """The one record of every output, whatever job made it: what `inspect`, `report` and `push` read."""
+    coverage = moved.coverage or Coverage(())
+    return {
+        "taskferry": __version__,
+        "command": command,
+        "settings": settings.model_dump(mode="json"),
+        "inputs": dict(inputs),
+        "provenance": dict(provenance),
+        "verdict": dict(verdict),
+        "sites": list(sites),
+        "ignored": dict(ignored),
+        **more,
+        "coverage": coverage.to_json(),
+        "coverage_summary": coverage.summary(),
+    }
+
+
+def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """taskferry.json."""
+    text = json.dumps(record, indent=1, default=str)
+    (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+
+
+def finish(folder: Path, record: Mapping[str, Any], settings: Settings, *, adapter: bool) -> None:
+    """Record, settings and card into an output folder."""
+    write_record(folder, record)
+    (folder / "taskferry.yaml").write_text(dump_settings(settings), encoding="utf-8")
+    write_card(folder, record, adapter=adapter)
+
+
+def summary(moved: TaskVector) -> str:
+    """The coverage in a few lines."""
+    return moved.coverage.summary() if moved.coverage else ""

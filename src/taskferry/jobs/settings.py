@@ -1,0 +1,113 @@
+"""Settings of the jobs that move by a method: transfer, fit and plan."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from taskferry.engines.ranks import started_by_torchrun
+from taskferry.errors import TaskferryError
+from taskferry.methods import Method, find, published
+from taskferry.settings import CalibrationSettings, MapSettings, OutputSettings, Scale, Writing, parse
+
+DEFAULT_METHOD = "twofold"
+_SHARED = ("map_rank", "tolerance")  # settings of the command that a method may have too
+
+
+class MethodSettings(CalibrationSettings, MapSettings):
+    """What is moved from where to where, and how."""
+
+    source_base: str = Field(description="the base model that was tuned")
+    target_base: str = Field(description="the base model to move to")
+    method: str = Field(DEFAULT_METHOD, description="how it is moved: `taskferry methods` lists them")
+    method_settings: dict[str, Any] = Field({}, description="settings of the method, such as inputs=gradients")
+
+    @field_validator("method_settings", mode="before")
+    @classmethod
+    def _pairs(cls, value: Any) -> Any:
+        """`name=value` words of the command line as a YAML mapping would give them."""
+        if not isinstance(value, list):
+            return value
+        pairs = [str(word).partition("=") for word in value]
+        if any(not equals for _, equals, _ in pairs):
+            raise ValueError("give each as name=value")
+        return {name: parse(text) for name, _, text in pairs}
+
+    @property
+    def engine_name(self) -> str:
+        """Where the pair of models will live."""
+        return "ranks" if started_by_torchrun() else "whole"
+
+    def chosen(self) -> tuple[Method, dict[str, Any]]:
+        """The method and its settings: those given for it, and the general ones that it has; others must be default."""
+        method = find(self.method)
+        own = dict(self.method_settings)
+        for name in _SHARED:
+            value = getattr(self, name)
+            if value == type(self).model_fields[name].default:
+                continue
+            if name not in method.settings:
+                raise TaskferryError(f"the method {self.method} has no {name}: leave --{name.replace('_', '-')} out")
+            own.setdefault(name, value)
+        method.checked(own)
+        return method, own
+
+
+class PlanSettings(MethodSettings):
+    """taskferry plan."""
+
+    source_tuned: str | None = Field(None, description="the tuned source: only its maps are counted")
+
+
+class FitSettings(MethodSettings, Writing):
+    """taskferry fit."""
+
+    source_tuned: str | None = Field(
+        None, description="a fine-tune for reference: it labels (teacher), and a method may look where it leads"
+    )
+    shard: bool = Field(
+        False, description="under torchrun: spread the weights of the blocks over the processes (FSDP2)"
+    )
+
+
+class TransferSettings(MethodSettings, OutputSettings, Writing):
+    """taskferry transfer."""
+
+    source_tuned: str = Field(description="the tuned source: a model, a PEFT LoRA, a state file or a task vector")
+    scale: Scale | Literal["auto"] = Field("auto", description="1 is the paper; auto takes the lowest calibration loss")
+    engine: Literal["whole", "blockwise"] = Field(
+        "whole", description="whole models in memory, or one block of each at a time (models larger than memory)"
+    )
+    paper: bool = Field(False, description="the paper to the letter: BiCo, maps of full rank, scale 1")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _published(cls, given: Any) -> Any:
+        """Fills in what the paper fixes; anything else asked for beside it is a contradiction."""
+        if not isinstance(given, dict) or given.get("paper") is not True:
+            return given
+        method = published()
+        fixed = {"method": method.name, **(method.paper or {})}
+        other = [name for name, value in fixed.items() if name in given and given[name] not in (value, str(value))]
+        if other:
+            raise ValueError(f"paper fixes {', '.join(other)}: give one or the other")
+        return {**given, **fixed}
+
+    @property
+    def engine_name(self) -> str:
+        """Where the pair of models will live."""
+        if self.engine == "whole":
+            return super().engine_name
+        if started_by_torchrun():
+            raise TaskferryError("engine blockwise runs in one process: leave torchrun out, or --engine blockwise")
+        wrong = []
+        if self.labels == "teacher":
+            wrong.append("the tuned source cannot label the samples: give labels or completions")
+        if self.sampler.startswith("centroid"):
+            wrong.append("samples are not chosen by features: give another --sampler")
+        if self.as_task_vector or self.as_lora or self.as_model:
+            wrong.append("it writes a LoRA for a LoRA, and a full model for a full fine-tune")
+        if wrong:
+            raise TaskferryError("engine blockwise: " + "; ".join(wrong))
+        return self.engine

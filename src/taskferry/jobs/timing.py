@@ -1,0 +1,45 @@
+"""How long each stage of a job takes, and the memory at its peak: a reporter that passes everything on.
+
+>>> timing = Timing(reporter)
+>>> transfer(..., reporter=timing)
+>>> timing.work()                       # {"seconds": {"prepare": …, "capture": …}, "peak_bytes": …}
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from taskferry.jobs.cost import Plan, peak
+from taskferry.jobs.record import Reporter
+
+
+class Timing(Reporter):
+    """The time between two steps belongs to the stage of the second."""
+
+    def __init__(self, inner: Reporter) -> None:
+        self.inner = inner
+        self.wants_plan = inner.wants_plan
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def plan(self, plan: Plan, lines: Mapping[str, str]) -> None:
+        """What comes before the work: models loaded, samples prepared, a trial for the plan."""
+        self.ends("prepare")
+        self.inner.plan(plan, lines)
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """A step of a stage."""
+        self.ends(what)
+        self.inner.step(what, done, total)
+
+    def ends(self, what: str) -> None:
+        """All time since the last step was spent on this."""
+        now = time.perf_counter()
+        self.seconds[what] = self.seconds.get(what, 0.0) + now - self._last
+        self._last = now
+
+    def work(self) -> dict[str, Any]:
+        """Seconds by stage, and the most memory that the process has held so far (0 where the system does not say)."""
+        return {"seconds": {what: round(t, 3) for what, t in self.seconds.items()}, "peak_bytes": peak()}

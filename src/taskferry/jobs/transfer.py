@@ -1,0 +1,109 @@
+"""taskferry transfer, file to file. Nothing here prints; a reporter is told what happens.
+
+>>> outcome = transfer(TransferSettings(...), command="taskferry transfer …")
+"""
+
+from __future__ import annotations
+
+from taskferry.disk.staging import check_free
+from taskferry.errors import TaskferryError
+from taskferry.fitting.scale import ScaleCurve
+from taskferry.jobs.opening import Opened, opened
+from taskferry.jobs.output import FORMS, in_form, output_kind, write_output
+from taskferry.jobs.plan import plan_job
+from taskferry.jobs.record import Outcome, Reporter, make_record, summary, verdict
+from taskferry.jobs.settings import TransferSettings
+from taskferry.jobs.spectrum import before_and_after
+from taskferry.jobs.timing import Timing
+from taskferry.methods import Job, Moved
+from taskferry.taskvector import LazyDeltas, TaskVector
+
+
+def transfer(
+    settings: TransferSettings, *, command: str, reporter: Reporter | None = None, dry_run: bool = False
+) -> Outcome | None:
+    """Fit, move, choose the scale, write, load again and check. None for a dry run."""
+    method, own = settings.chosen()
+    method.refuse(settings.engine_name)
+    check_free(settings.out)
+    timing = Timing(reporter or Reporter())
+    with opened(settings, timing, settings.out, dry_run=dry_run) as models:
+        kind = output_kind(settings, models.tuned.adapter)
+        job = Job(models.pair, models.tuned.tau)
+        if (dry_run or timing.wants_plan) and models.first:
+            timing.plan(plan_job(job, method, own, scale=settings.scale), _plan_lines(settings, models, kind))
+        if dry_run:
+            return None
+        timing.ends("prepare")
+        moved = method.move(job, own)
+        if not len(moved.tau):
+            raise TaskferryError(f"nothing of {settings.source_tuned} moved: {summary(moved.tau)}")
+        if kind == "lora" and settings.rank is None and settings.energy is None and not moved.tau.low_rank:
+            raise TaskferryError(f"the method {method.name} makes a dense change of a LoRA: write it with --as-model")
+        timing.ends("apply")
+        # Cut first: the scale and the verdict are those of what is written.
+        final, cut = in_form(settings, kind, moved.tau)
+        curve, factor = scaled(settings, job, moved, final)
+        spectrum = {} if isinstance(final.deltas, LazyDeltas) else before_and_after(models.tuned.tau, moved.tau)
+        timing.ends("record")
+        record = make_record(
+            command,
+            settings,
+            models.inputs.hashes(),
+            final,
+            verdict=verdict(curve, final),
+            provenance=moved.provenance,
+            sites=moved.sites,
+            ignored=models.tuned.ignored,
+            calibration={
+                "indices": models.prepared.indices,
+                "labels": models.prepared.labels,
+                **moved.provenance["calibration"],
+            },
+            scale_curve=curve.points,
+            spectrum=spectrum,
+            work=timing.work(),
+            **cut,
+        )
+        if not curve.helps or not models.first:
+            return Outcome(record, None)
+        write_output(settings, kind, factor * final, models.target, models.tuned.adapter, record, models.inputs, timing)
+        return Outcome(record, settings.out)
+
+
+def scaled(settings: TransferSettings, job: Job, moved: Moved, final: TaskVector) -> tuple[ScaleCurve, float]:
+    """Losses at the scales that were looked at, and what the change is multiplied by: 1 where its method has chosen."""
+    if settings.scale != "auto":
+        scales = list(dict.fromkeys((0.0, float(settings.scale))))
+        losses = job.pair.losses(final, scales)
+        return ScaleCurve(tuple(zip(scales, losses, strict=True)), scales[-1]), scales[-1]
+    if moved.curve is None:
+        curve = job.best_scale(final)
+        return curve, curve.best
+    best = moved.curve.best
+    before, after = job.pair.losses(final, [0.0, 1.0])
+    points = {**dict(moved.curve.points), 0.0: before, best: after if best else before}
+    helps = moved.curve.helps and after < before
+    return ScaleCurve(tuple(sorted(points.items())), best if helps else 0.0), 1.0
+
+
+def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[str, str]:
+    tuned, prepared = models.tuned, models.prepared
+    lines = {
+        "from": f"{settings.source_tuned} on {settings.source_base}",
+        "to": settings.target_base,
+    }
+    if not isinstance(tuned.tau.deltas, LazyDeltas):
+        form = "low-rank" if tuned.adapter is not None else "dense"
+        lines["task vector"] = f"{len(tuned.tau)} changed parameters, {form}, norm {tuned.tau.norm():.3g}"
+    return {
+        **lines,
+        "samples": f"{prepared.calibration.samples} of {settings.calibration}, sampler {settings.sampler}, "
+        f"seed {settings.seed}",
+        "labels": prepared.labels,
+        "method": " ".join([settings.method, *(f"{k}={v}" for k, v in settings.method_settings.items())]),
+        "engine": models.pair.engine,
+        "objective": prepared.objectives[1].describe(),
+        "scale": "chosen on the samples" if settings.scale == "auto" else f"{settings.scale:g}",
+        "output": f"{FORMS[kind]} in {settings.out}",
+    }

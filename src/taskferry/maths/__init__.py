@@ -1,0 +1,1 @@
+"""Maps and solvers: pure mathematics with the paper's symbols."""

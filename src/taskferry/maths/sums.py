@@ -1,0 +1,270 @@
+"""Cross-covariances as sums over tokens: streaming, mergeable, serialisable.
+
+    >>> S = CrossCovariance(d_A, d_B)
+    >>> S.add(X_A, X_B)                     # one micro-batch of token rows, same order on both sides
+    >>> S = S.reduce(ranks, owner)          # the sums of all processes, at one of them
+    >>> R, quality = S.solve()
+
+While the rows seen take less room than the d_A × d_B matrix they are kept as they are: their rank is then
+exact and the decomposition small. After that only the sum is kept. A zero row adds nothing and is dropped:
+in the last block of a class-token model all tokens but one have no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from taskferry.errors import TaskferryError
+from taskferry.maths.procrustes import (
+    DEFAULT_TOLERANCE,
+    NOT_FINITE,
+    Map,
+    RankPolicy,
+    Spectrum,
+    procrustes,
+    procrustes_batch,
+    procrustes_from_rows,
+)
+
+BATCH = 16  # maps in one batched decomposition
+TINY = 32  # the width up to which a CPU gains by it (measured; above, each LAPACK call fills the cores)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How well one map relates two spaces.
+
+    `similarity` is ⟨X_A R, X_B⟩ / (‖X_A‖ ‖X_B‖): 1 when the spaces differ by an isometry only.
+    `residual` is √(1 − similarity²): 0 there, and at least the relative error that the best multiple of the map leaves.
+    """
+
+    rank: int
+    rows: int
+    similarity: float
+    residual: float
+    largest: float
+    smallest: float | None  # None where the solver does not see it
+
+
+class Collective(Protocol):
+    """What sums need of other processes to become one."""
+
+    def sum_everywhere(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, on every one of them."""
+
+    def sum_at(self, owner: int, tensor: Tensor) -> Tensor:
+        """The sum over all processes, on its owner."""
+
+    def rows_at(self, owner: int, rows: Tensor | None) -> Tensor | None:
+        """The rows of all processes, on their owner."""
+
+
+Self = TypeVar("Self", bound="CrossCovariance")
+
+
+@dataclass
+class CrossCovariance:
+    """C = Σ x_Aᵀ x_B over tokens, [d_A, d_B], with the energies ‖X_A‖² and ‖X_B‖².
+
+    Memory: at most d_A · d_B numbers of the activations' precision (float32 at least).
+    """
+
+    moments: ClassVar[tuple[str, ...]] = ("C",)  # the matrices that a sum is made of
+
+    d_A: int
+    d_B: int
+    rows: int = 0  # rows that are not zero on either side
+    energy_A: float = 0.0
+    energy_B: float = 0.0
+    C: Tensor | None = None
+    exact: bool = False  # add the micro-batches' products in float64, so that their order does not show
+    _pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def numbers(cls, d_A: int, d_B: int) -> int:
+        """How many it keeps at most."""
+        return d_A * d_B
+
+    def add(self, X_A: Tensor, X_B: Tensor) -> None:
+        """Add token rows X_A [M, d_A] and X_B [M, d_B]."""
+        if X_A.shape != (X_B.shape[0], self.d_A) or X_B.shape[1] != self.d_B:
+            raise ValueError(
+                f"rows {tuple(X_A.shape)} and {tuple(X_B.shape)} do not fit a cross-covariance of "
+                f"{self.d_A} x {self.d_B}: both sides need the same number of rows"
+            )
+        dtype = torch.promote_types(torch.promote_types(X_A.dtype, X_B.dtype), torch.float32)
+        X_A, X_B = X_A.to(dtype), X_B.to(X_A.device, dtype)  # half precision overflows and forgets in sums
+        norms_A, norms_B = torch.linalg.vector_norm(X_A, dim=1), torch.linalg.vector_norm(X_B, dim=1)
+        alive = (norms_A != 0) & (norms_B != 0)
+        if not bool(alive.all()):
+            X_A, X_B = X_A[alive], X_B[alive]
+        self.energy_A += float(norms_A.double().square().sum())
+        self.energy_B += float(norms_B.double().square().sum())
+        self.rows += X_A.shape[0]
+        if self.C is None and self._rows_are_smaller():
+            # Views of the model's activations must not outlive the micro-batch.
+            self._pending.append((X_A.clone(), X_B.clone()))
+            return
+        self._pending.append((X_A, X_B))
+        self._sum_pending()
+
+    def merge(self, other: CrossCovariance) -> None:
+        """Add another part's sums to this one."""
+        if (self.d_A, self.d_B) != (other.d_A, other.d_B):
+            raise ValueError(f"cannot merge {other.d_A} x {other.d_B} into {self.d_A} x {self.d_B}")
+        self.energy_A += other.energy_A
+        self.energy_B += other.energy_B
+        self.rows += other.rows
+        self._pending.extend(other._pending)
+        if self.C is None and other.C is None and self._rows_are_smaller():
+            return
+        self._sum_pending()
+        if other.C is not None:
+            self.C = other.C.clone() if self.C is None else self.C + other.C.to(self.C)
+
+    def ready(self) -> CrossCovariance:
+        """The plain sums to decompose; these stay as they are."""
+        return self
+
+    def matrix(self) -> Tensor:
+        """C as one matrix [d_A, d_B]."""
+        self._sum_pending()
+        return torch.zeros(self.d_A, self.d_B) if self.C is None else self.C
+
+    def solve(
+        self, *, rank: RankPolicy = "range", tolerance: float = DEFAULT_TOLERANCE, factored: bool = False
+    ) -> tuple[Map, Quality]:
+        """The Procrustes map of what has been added, and how good it is."""
+        S = self.ready()
+        if S._pending and rank == "range":
+            X_A, X_B = S._rows()
+            if not bool(torch.isfinite(X_A).all() and torch.isfinite(X_B).all()):
+                raise ValueError(NOT_FINITE)
+            R, spectrum = procrustes_from_rows(X_A, X_B, tolerance=tolerance, factored=factored)
+        else:
+            R, spectrum = procrustes(S.matrix(), rank=rank, tolerance=tolerance, factored=factored)
+        return R, S._quality(spectrum)
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors that hold all of it, for a safetensors file."""
+        state = {"numbers": torch.tensor([self.rows, self.energy_A, self.energy_B], dtype=torch.float64)}
+        if self.C is not None:
+            state |= {name: getattr(self, name) for name in self.moments}
+        elif self._pending:
+            state["X_A"], state["X_B"] = self._rows()
+        return state
+
+    @classmethod
+    def from_state(cls: type[Self], d_A: int, d_B: int, state: Mapping[str, Tensor]) -> Self:
+        """The inverse of `state`."""
+        rows, energy_A, energy_B = state["numbers"].tolist()
+        S = cls(d_A, d_B, rows=int(rows), energy_A=energy_A, energy_B=energy_B)
+        for name in set(cls.moments) & set(state):
+            setattr(S, name, state[name])
+        if "X_A" in state:
+            S._pending.append((state["X_A"], state["X_B"]))
+        return S
+
+    def reduce(self: Self, across: Collective, owner: int) -> Self:
+        """The sums of all processes at their owner; rows, where few, are gathered, so that the rank stays exact.
+
+        Moments are added in float64 and rounded once, after the sum: the number of processes does not show.
+        """
+        mine = [self.rows, self.energy_A, self.energy_B, float(self.C is not None)]
+        numbers = across.sum_everywhere(torch.tensor(mine, dtype=torch.float64))
+        state = {"numbers": numbers[:3]}
+        if not numbers[3] and numbers[0] * (self.d_A + self.d_B) <= self.d_A * self.d_B:
+            for name, rows in zip(("X_A", "X_B"), self._rows() if self._pending else (None, None), strict=True):
+                gathered = across.rows_at(owner, rows)
+                state |= {} if gathered is None else {name: gathered}
+        else:
+            self._sum_pending()
+            for name in self.moments:
+                moment = getattr(self, name)
+                moment = torch.zeros(self._shape(name)) if moment is None else moment
+                state[name] = across.sum_at(owner, moment.to(torch.float64, copy=True).contiguous()).float()
+        return type(self).from_state(self.d_A, self.d_B, state)
+
+    def _shape(self, moment: str) -> tuple[int, int]:
+        return {"C": (self.d_A, self.d_B), "A": (self.d_A, self.d_A), "B": (self.d_B, self.d_B)}[moment]
+
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        X_A, X_B = (torch.cat(rows) for rows in zip(*self._pending, strict=True))
+        return X_A, X_B
+
+    def _rows_are_smaller(self) -> bool:
+        return self.rows * (self.d_A + self.d_B) <= self.d_A * self.d_B
+
+    def _sum_pending(self) -> None:
+        for X_A, X_B in self._pending:
+            self.C = self._plus(self.C, X_A, X_B)
+        self._pending.clear()
+
+    def _plus(self, total: Tensor | None, X: Tensor, Y: Tensor) -> Tensor:
+        """total + Xᵀ Y: one call a micro-batch, no temporary."""
+        if self.exact:
+            product = (X.T @ Y).double()
+            return product if total is None else total.add_(product)
+        return X.T @ Y if total is None else total.addmm_(X.T, Y)
+
+    def _quality(self, spectrum: Spectrum) -> Quality:
+        energy = (self.energy_A * self.energy_B) ** 0.5
+        similarity = min(1.0, spectrum.nuclear / energy) if energy > 0 else 0.0
+        return Quality(
+            rank=spectrum.rank,
+            rows=self.rows,
+            similarity=similarity,
+            residual=(1.0 - similarity**2) ** 0.5,
+            largest=spectrum.largest,
+            smallest=spectrum.smallest,
+        )
+
+
+def solve_all(
+    sums: dict[str, CrossCovariance],
+    *,
+    rank: RankPolicy = "range",
+    tolerance: float = DEFAULT_TOLERANCE,
+    factored: bool = False,
+) -> Iterator[tuple[str, Map, Quality]]:
+    """Every map, and each sum let go the moment its map is there: sums and maps never stand side by side.
+
+    Sums of one shape go through one batched decomposition where that pays: on a GPU, or when they are tiny.
+    """
+    while sums:
+        key, first = next(iter(sums.items()))
+        alike = [other for other, S in sums.items() if _batch_together(first, S)][:BATCH] if rank == "range" else []
+        if len(alike) < 2:
+            try:
+                R, quality = sums.pop(key).solve(rank=rank, tolerance=tolerance, factored=factored)
+            except ValueError as error:
+                raise TaskferryError(f"{key}: {error}") from error
+            yield key, R, quality
+            continue
+        batch = [sums.pop(other).ready() for other in alike]
+        C = torch.stack([S.matrix() for S in batch])
+        wrong = [
+            other for other, finite in zip(alike, torch.isfinite(C).all(-1).all(-1).tolist(), strict=True) if not finite
+        ]
+        if wrong:
+            raise TaskferryError(f"{wrong[0]}: {NOT_FINITE}")
+        solved = procrustes_batch(C, rank=rank, tolerance=tolerance, factored=factored)
+        for other, S, (R, spectrum) in zip(alike, batch, solved, strict=True):
+            yield other, R, S._quality(spectrum)
+
+
+def _batch_together(first: CrossCovariance, other: CrossCovariance) -> bool:
+    a, b = first.C, other.C
+    if (
+        type(first) is not type(other)
+        or a is None
+        or b is None
+        or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device)
+    ):
+        return False
+    return a.device.type == "cuda" or min(a.shape) <= TINY

@@ -1,0 +1,103 @@
+"""Sums of rows that can be whitened: every direction then counts alike, however much of the signal flows along it.
+
+    >>> sums = Whitened(d_A, d_B)
+    >>> sums.add(G_A, G_B)                            # rows are brought to length one first
+    >>> R, quality = sums.solve()                     # the isometry of G_A (A + ε)^-½ and G_B (B + ε)^-½
+
+With A = Σ g_Aᵀ g_A and B = Σ g_Bᵀ g_B. Orthogonal Procrustes listens to the few directions that carry most of the
+gradient; what fine-tuning writes is spread over many more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from taskferry.maths.decompositions import by_svd
+from taskferry.maths.sums import CrossCovariance
+
+ROUNDING = 1e-6  # of the largest variance: what float32 sums leave of a direction that is not there
+SHRINK = 0.01  # ε, as a share of the mean variance of a direction: what lies below it is taken for noise
+
+
+@dataclass
+class UnitRows(CrossCovariance):
+    """Of rows of length one: a few tokens with large gradients must not speak for all."""
+
+    def add(self, X_A: Tensor, X_B: Tensor) -> None:
+        """Add token rows."""
+        super().add(unit(X_A), unit(X_B))
+
+
+@dataclass
+class Whitened(UnitRows):
+    """With the second moments of either side, which whitening needs.
+
+    Memory: d_A · d_B + d_A² + d_B² numbers.
+    """
+
+    moments: ClassVar[tuple[str, ...]] = ("C", "A", "B")
+
+    A: Tensor | None = None  # [d_A, d_A]
+    B: Tensor | None = None  # [d_B, d_B]
+
+    @classmethod
+    def numbers(cls, d_A: int, d_B: int) -> int:
+        """How many it keeps at most."""
+        return d_A * d_B + d_A**2 + d_B**2
+
+    def ready(self) -> CrossCovariance:
+        """The plain sums of the whitened rows; numbers that are not finite stay, for the solver to refuse."""
+        plain = CrossCovariance(self.d_A, self.d_B)
+        if self.C is None and self._pending and self.rows:
+            X_A, X_B = self._rows()
+            finite = bool(torch.isfinite(X_A).all() and torch.isfinite(X_B).all())
+            plain.add(*((whiten_rows(X_A), whiten_rows(X_B)) if finite else (X_A, X_B)))
+        elif self.C is not None and self.A is not None and self.B is not None:
+            plain.rows, plain.C = self.rows, self.C
+            if all(bool(torch.isfinite(S).all()) for S in (self.A, self.B)):
+                (W_A, plain.energy_A), (W_B, plain.energy_B) = inverse_root(self.A), inverse_root(self.B)
+                plain.C = (W_A @ self.C.double() @ W_B).to(self.C.dtype)
+        return plain
+
+    def _sum_pending(self) -> None:
+        for X_A, X_B in self._pending:
+            self.A, self.B = self._plus(self.A, X_A, X_A), self._plus(self.B, X_B, X_B)
+        super()._sum_pending()
+
+
+def unit(X: Tensor) -> Tensor:
+    """Rows of length one in float32 at least; a row of zeros, or of nothing but rounding, becomes zero.
+
+    The gradient of the first token's query in a causal model is zero, and 1e-9 of the others in float32.
+    """
+    eps = torch.finfo(X.dtype).eps
+    X = X.to(torch.promote_types(X.dtype, torch.float32))
+    norms = torch.linalg.vector_norm(X, dim=1, keepdim=True)
+    largest = torch.where(torch.isfinite(norms), norms, 0.0).amax() if len(norms) else norms.sum()
+    rounding = norms <= 16 * eps * largest  # what is not finite stays, for the solver to refuse
+    return torch.where(rounding, 0.0, X / norms.clamp_min(torch.finfo(X.dtype).tiny))
+
+
+def inverse_root(S: Tensor) -> tuple[Tensor, float]:
+    """(S + ε I)^-½ of a second moment S [d, d] in float64, and the energy of the rows that it whitens.
+
+    Zero on directions that no row has: whitening would make a signal of their rounding.
+    """
+    e, V = torch.linalg.eigh(S.double())
+    e = e.clamp_min(0)
+    root = torch.where(e > ROUNDING * e.max(), (e + SHRINK * e.mean()).rsqrt(), 0.0)
+    return (V * root) @ V.T, float((e * root.square()).sum())
+
+
+def whiten_rows(X: Tensor) -> Tensor:
+    """X (XᵀX + ε I)^-½ for fewer rows than columns, [M, d]: the d × d matrix is never formed."""
+    U, s, V = by_svd(X)
+    e = s.square()
+    # Rows were never squared in float32: their rounding is that of s, not of e.
+    root = torch.where(e > ROUNDING**2 * e.max(), (e + SHRINK * e.sum() / X.shape[1]).rsqrt(), 0.0)
+    whitened: Tensor = (U * (s * root)) @ V.mT
+    return whitened.to(X.dtype)

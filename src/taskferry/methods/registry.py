@@ -1,0 +1,268 @@
+"""What a method is, and which there are: everything that is known of a method stands in its own file.
+
+    >>> moved = run("theseus", Job.of(A, B, tau, calibration))
+
+A method is a function of a `Job` and of its settings, which are its keyword arguments: their names, types, defaults
+and help appear in the command, in YAML and in the documentation, and are checked before the method runs. Its decorator
+says what it needs and how it is shown; plans, refusals, records, cards, benchmark rows and curves read that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import ConfigDict, ValidationError, create_model
+from torch import nn
+
+from taskferry.calibration.batch import Calibration
+from taskferry.engines.pair import CannotMove, ModelPair, Moved
+from taskferry.engines.whole import WholePair, unchanged
+from taskferry.errors import TaskferryError
+from taskferry.fitting.objectives import AnyObjective
+from taskferry.fitting.scale import EVALUATIONS, ScaleCurve, choose_scale
+from taskferry.fitting.solve import MapOptions
+from taskferry.fitting.statistics import Capture
+from taskferry.maths.procrustes import DEFAULT_TOLERANCE, RankPolicy
+from taskferry.taskvector import TaskVector
+
+MapRank = Annotated[RankPolicy, "directions kept: those the samples show, or all"]
+Tolerance = Annotated[float, "smallest singular value kept, relative to the largest"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every method is given: a pair of base models, wherever it lives, and the source's task vector."""
+
+    pair: ModelPair
+    tau: TaskVector
+    every_site: bool = False  # maps for any fine-tune of the source, to be saved, and not for this one alone
+
+    @classmethod
+    def of(
+        cls,
+        source: nn.Module,
+        target: nn.Module,
+        tau: TaskVector,
+        calibration: Calibration,
+        objective: AnyObjective | tuple[AnyObjective, AnyObjective] | None = None,
+    ) -> Job:
+        """Of two models in memory."""
+        return cls(WholePair(source, target, calibration, objective), tau)
+
+    @property
+    def source(self) -> nn.Module:
+        """The source's base."""
+        return self.pair.source
+
+    @property
+    def target(self) -> nn.Module:
+        """The target's base."""
+        return self.pair.target
+
+    @property
+    def calibration(self) -> Calibration:
+        """The samples, prepared for both models."""
+        return self.pair.calibration
+
+    def maps(self, rank: RankPolicy = "range", tolerance: float = DEFAULT_TOLERANCE) -> MapOptions:
+        """How maps are made: as two factors where a low-rank change alone passes through them."""
+        return MapOptions(rank, tolerance, factored=self.tau.low_rank and not self.every_site)
+
+    def move(
+        self, capture: Capture, maps: MapOptions, stage: str = "", left_out: Mapping[str, str] | None = None
+    ) -> Moved:
+        """Fit what is needed, and move the task vector. `left_out`: target sites that stay, with the reason."""
+        still = {} if self.every_site else unchanged(self.pair.pairs, self.tau.deltas.keys())
+        return self.pair.move(self.tau, capture, maps, {**still, **(left_out or {})}, stage)
+
+    def best_scale(self, tau: TaskVector) -> ScaleCurve:
+        """The scale of a moved task vector with the lowest calibration loss."""
+        done = 0
+
+        def losses(scales: Any) -> list[float]:
+            nonlocal done
+            found = self.pair.losses(tau, scales)
+            done += len(found)
+            if self.pair.work.progress is not None:
+                self.pair.work.progress("scale", done, max(done, EVALUATIONS))
+            return found
+
+        return choose_scale(losses)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a method asks for."""
+
+    samples: bool = True  # whether the result depends on the calibration samples
+    gradients: bool = False
+    captures: int = 0  # how often both models are seen
+    training: bool = False
+    whole: bool = False  # the models themselves, in the memory of one process
+    maps: bool = False  # whether it leaves maps that another change can pass through
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A row of benchmark tables: the method with some settings."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    auto_scale: bool = False
+    teacher: bool = False  # labels from the tuned source, whatever the data says
+    passes: tuple[float, float] = (1.0, 1.0)  # of the source and the target, in forward and backward passes
+    beats: tuple[str, ...] = ()  # rows that it must be above on the smallest benchmark
+    curve: int | None = None  # its colour and mark in figures; None: in tables alone
+    compared: bool = False  # held to the tuned target in an analysis
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How a method is shown."""
+
+    place: int  # among the methods of a table
+    card: str  # what a model card says of it, behind its name
+    rows: tuple[TableRow, ...] = ()
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a method costs beside one moved change, for the plan."""
+
+    captures: int = 0
+    solves: int = 0
+    evaluations: int = 0  # of the target's loss, in forward passes
+
+
+@dataclass(frozen=True)
+class Method:
+    """A registered method: its function, its settings, and all that is known of it."""
+
+    name: str
+    function: Callable[..., Moved]
+    summary: str
+    settings: Mapping[str, tuple[Any, Any, str]]  # name -> (type, default, help)
+    needs: Needs
+    shown: Shown
+    effort: Callable[..., Effort] | None = None
+    paper: Mapping[str, Any] | None = None  # what --paper fixes, where this is the published method
+
+    def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings with defaults filled in; unknown names and wrong values fail, all together."""
+        fields: dict[str, Any] = {name: (kind, default) for name, (kind, default, _) in self.settings.items()}
+        model = create_model(f"{self.name} settings", __config__=ConfigDict(extra="forbid"), **fields)
+        try:
+            return dict(model(**given))
+        except ValidationError as error:
+            wrong = []
+            for item in error.errors():
+                name = ".".join(map(str, item["loc"]))
+                unknown = item["type"] == "extra_forbidden"
+                known = ", ".join(self.settings) or "none"
+                wrong.append(f"unknown setting '{name}' (known: {known})" if unknown else f"{name}: {item['msg']}")
+            raise TaskferryError(f"method {self.name}: {'; '.join(wrong)}") from error
+
+    def refuse(self, engine: str, *, save: bool = False) -> None:
+        """One sentence where the method cannot run on an engine, before any work."""
+        if self.needs.whole and engine != WholePair.engine:
+            raise TaskferryError(
+                f"the method {self.name} needs both models whole in one process, it does not run on the engine "
+                f"'{engine}': leave that out, or choose one of {', '.join(m.name for m in with_maps())}"
+            )
+        if save and not self.needs.maps:
+            raise TaskferryError(
+                f"the method {self.name} leaves no maps to save: use `taskferry transfer`, or fit with one of "
+                f"{', '.join(m.name for m in with_maps())}"
+            )
+
+    def move(self, job: Job, given: Mapping[str, Any]) -> Moved:
+        """Run it; what it moved carries its coverage, and where it came from."""
+        self.refuse(job.pair.engine)
+        settings = self.checked(given)
+        moved = self.function(job, **settings)
+        known = moved.provenance or job.pair.describe(self.needs.gradients)
+        own = {**known.get("settings", {}), **settings}
+        provenance = {**known, **moved.notes, "method": self.name, "settings": own}
+        alignment = None if moved.alignment is None else replace(moved.alignment, provenance=provenance)
+        return replace(moved, alignment=alignment, provenance=provenance)
+
+    def cost(self, job: Job, given: Mapping[str, Any]) -> Effort:
+        """What it will take."""
+        if self.effort is not None:
+            return self.effort(job, **self.checked(given))
+        return Effort(self.needs.captures, self.needs.captures)
+
+
+_METHODS: dict[str, Method] = {}
+
+
+def method(
+    *,
+    needs: Needs,
+    shown: Shown,
+    effort: Callable[..., Effort] | None = None,
+    paper: Mapping[str, Any] | None = None,
+) -> Callable[[Callable[..., Moved]], Callable[..., Moved]]:
+    """Register a function `(job, *, settings…) -> Moved` under its name."""
+
+    def register(function: Callable[..., Moved]) -> Callable[..., Moved]:
+        settings = {}
+        for parameter in list(inspect.signature(function, eval_str=True).parameters.values())[1:]:
+            kind, text = parameter.annotation, ""
+            if get_origin(kind) is Annotated:
+                kind, text = get_args(kind)[0], str(get_args(kind)[1])
+            settings[parameter.name] = (kind, parameter.default, text)
+        name = function.__name__.replace("_", "-")
+        summary = (inspect.getdoc(function) or "").split("\n")[0]
+        _METHODS[name] = Method(name, function, summary, settings, needs, shown, effort, paper)
+        return function
+
+    return register
+
+
+def methods() -> dict[str, Method]:
+    """All methods by name."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        importlib.import_module(f"{__package__}.{module.name}")
+    return dict(sorted(_METHODS.items()))
+
+
+def with_maps() -> list[Method]:
+    """Those whose maps can be saved, and that run on every engine."""
+    return [known for known in methods().values() if known.needs.maps]
+
+
+def published() -> Method:
+    """The paper's own."""
+    return next(known for known in methods().values() if known.paper is not None)
+
+
+def find(name: str) -> Method:
+    """A method by name."""
+    known = methods()
+    if name not in known:
+        raise TaskferryError(f"no method '{name}': one of {', '.join(known)}")
+    return known[name]
+
+
+def run(name: str, job: Job, **settings: Any) -> Moved:
+    """Move a job's task vector by a method."""
+    return find(name).move(job, settings)
+
+
+def need_equal_shapes(name: str, job: Job) -> None:
+    """Refuse a pair whose parameters do not all have the same names and shapes."""
+    A, B = ({n: tuple(p.shape) for n, p in m.named_parameters()} for m in (job.source, job.target))
+    for parameter in [*B, *A]:
+        if A.get(parameter) != B.get(parameter):
+            shapes = [str(side.get(parameter, "no such parameter")) for side in (A, B)]
+            raise CannotMove(
+                f"{name} needs models of equal shape: {parameter} is {shapes[0]} in the source, "
+                f"{shapes[1]} in the target"
+            )

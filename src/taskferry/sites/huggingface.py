@@ -1,0 +1,148 @@
+"""Hugging Face transformers: BERT, RoBERTa, ViT, CLIP, T5, GPT-2, Llama, Qwen, Whisper and their kin.
+
+transformers itself is never imported: a model brings its classes, and its `config` says the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from taskferry.calibration.batch import IGNORED, Batch
+from taskferry.sites.family import Family, image_grid
+from taskferry.sites.registry import register
+from taskferry.sites.tokens import Layout
+
+_CROSS = r"(?:encoder_attn|layer\.1\.EncDecAttention|crossattention(?:\.self)?)"
+_SELF = r"(?:self_attn|self_attention|attention(?:\.self|\.attention)?|attn|layer\.0\.SelfAttention)"
+
+
+@register
+class HuggingFace(Family):
+    """Names of the sites of transformers' models, old and new."""
+
+    name = "huggingface"
+    roles = (
+        (rf"{_CROSS}\.(?:q_proj|query|q)", "cross.q"),
+        (rf"{_CROSS}\.(?:k_proj|key|k)", "cross.k"),
+        (rf"{_CROSS}\.(?:v_proj|value|v)", "cross.v"),
+        (rf"{_CROSS}\.(?:out_proj|o)|crossattention\.output\.dense", "cross.o"),
+        (rf"{_SELF}\.(?:q_proj|query|q|q_lin)", "attn.q"),
+        (rf"{_SELF}\.(?:k_proj|key|k|k_lin)", "attn.k"),
+        (rf"{_SELF}\.(?:v_proj|value|v|v_lin)", "attn.v"),
+        (rf"{_SELF}\.(?:out_proj|o_proj|o|out_lin|c_proj)|attention\.output\.dense", "attn.o"),
+        (rf"{_SELF}\.(?:c_attn|qkv_proj)", "attn.qkv"),
+        (r"mlp\.gate_up_proj", "mlp.gate_up"),
+        (r"mlp\.gate_proj|DenseReluDense\.wi_0", "mlp.gate"),
+        (r"mlp\.(?:up_proj|fc1|c_fc)|intermediate\.dense|fc1|DenseReluDense\.wi(?:_1)?|ffn\.lin1", "mlp.up"),
+        (r"mlp\.(?:down_proj|fc2|c_proj)|output\.dense|fc2|DenseReluDense\.wo|ffn\.lin2", "mlp.down"),
+        (r"pooler\.dense", "pooler"),
+        (r"visual_projection|text_projection", "proj"),
+        (r"patch_embeddings?(?:\.projection)?", "patch"),
+    )
+    stacks = (
+        (r"vision_model(?:\.encoder)?\.layers", "vision"),
+        (r"text_model(?:\.encoder)?\.layers", "text"),
+        (r"decoder\.(?:layers|block)", "decoder"),
+        (r"encoder\.(?:layers|block)", "encoder"),
+        (r"(?:model\.layers|h|layers|encoder\.layer|transformer\.layer)", "blocks"),
+    )
+    heads = (
+        r"(?:^|\.)(?:lm_head|classifier|score|qa_outputs|proj_out|pre_classifier)(?:\.|$)",
+        r"(?:^|\.)(?:cls|generator|classification_head)\.",
+    )
+
+    def owns(self, model: nn.Module) -> bool:
+        """Models with transformers' configuration."""
+        return hasattr(getattr(model, "config", None), "model_type")
+
+    def parts(self, model: nn.Module, path: str, rows: int, columns: int) -> tuple[tuple[str, int], ...]:
+        """GPT-2's c_attn, Phi's qkv_proj and gate_up_proj."""
+        leaf = path.rsplit(".", 1)[-1]
+        if leaf == "c_attn" and rows == 3 * columns:  # multi-query models pack other sizes
+            return (("q", rows // 3), ("k", rows // 3), ("v", rows // 3))
+        if leaf == "gate_up_proj":
+            return (("gate", rows // 2), ("up", rows // 2))
+        if leaf == "qkv_proj":
+            config: Any = model.config
+            heads, groups = config.num_attention_heads, config.num_key_value_heads
+            head = rows // (heads + 2 * groups)
+            return (("q", heads * head), ("k", groups * head), ("v", groups * head))
+        return ()
+
+    def stream(self, model: nn.Module, path: str, role: str) -> str:
+        """Towers of CLIP and both sides of an encoder-decoder have tokens of their own."""
+        config: Any = model.config
+        if role == "patch":
+            return "patches"
+        if hasattr(config, "vision_config"):
+            return "vision" if "vision" in path or "visual" in path else "text"
+        if getattr(config, "is_encoder_decoder", False):
+            # Keys and values of cross-attention read the encoder's tokens.
+            return "decoder" if "decoder." in path and role not in ("cross.k", "cross.v") else "encoder"
+        return "tokens"
+
+    def layouts(self, model: nn.Module, batch: Batch) -> dict[str, Layout]:
+        """Text by mask, ids and offsets; images by their grid of patches."""
+        config: Any = model.config
+        inputs = batch.inputs
+        text = Layout(inputs.get("attention_mask"), inputs.get("input_ids"), batch.spans.get("tokens"))
+        if getattr(config, "is_encoder_decoder", False):
+            # Audio frames are halved before the first block: a mask over them is no mask over tokens.
+            encoder = Layout() if "input_features" in inputs else text
+            return {"encoder": encoder, "decoder": _decoder_layout(batch)}
+        layouts = {"tokens": text, "text": text}
+        if "pixel_values" in inputs:
+            vision: Any = getattr(config, "vision_config", config)
+            grid = image_grid(inputs["pixel_values"], vision.patch_size)
+            image = Layout(prefix=_class_tokens(vision), grid=grid)
+            layouts["vision"] = image
+            layouts["patches"] = Layout(grid=grid)
+            if not hasattr(config, "vision_config"):
+                layouts["tokens"] = image
+        return layouts
+
+    def features(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The class token of an image model, the image embedding of CLIP, the mean token of a text model."""
+        config: Any = model.config
+        inputs = batch.inputs
+        if hasattr(config, "vision_config"):
+            output = model.get_image_features(pixel_values=inputs["pixel_values"])  # type: ignore[operator]
+            # transformers 5 returns the tower's output with the projected embedding as its pooled one.
+            return output if isinstance(output, Tensor) else output.pooler_output
+        body: Any = getattr(model, "base_model", model)
+        if getattr(config, "is_encoder_decoder", False):
+            body = body.get_encoder()
+        names = ("input_ids", "attention_mask", "token_type_ids", "pixel_values", "input_features")
+        hidden: Tensor = body(**{k: v for k, v in inputs.items() if k in names}).last_hidden_state
+        if "pixel_values" in inputs:
+            return hidden[:, 0] if _class_tokens(config) else hidden.mean(1)
+        mask = inputs.get("attention_mask")
+        if mask is None or mask.shape[1] != hidden.shape[1]:
+            return hidden.mean(1)
+        weights = mask[..., None].to(hidden)
+        return (hidden * weights).sum(1) / weights.sum(1).clamp_min(1)
+
+    def text_features(self, model: nn.Module, tokens: Any) -> Tensor:
+        """CLIP's text embedding."""
+        output = model.get_text_features(**tokens)  # type: ignore[operator]
+        return output if isinstance(output, Tensor) else output.pooler_output
+
+
+def _class_tokens(vision: Any) -> int:
+    kind = vision.model_type
+    if kind.startswith("siglip"):
+        return 0
+    if kind == "deit":
+        return 2  # class and distillation
+    return 1 + int(getattr(vision, "num_register_tokens", 0) or 0)
+
+
+def _decoder_layout(batch: Batch) -> Layout:
+    """Decoder position t predicts label t: labels tell padding and, between tokenizers, the tokens."""
+    labels = batch.inputs.get("labels")
+    if labels is None:
+        return Layout(batch.inputs.get("decoder_attention_mask"), batch.inputs.get("decoder_input_ids"))
+    return Layout(mask=labels != IGNORED, ids=labels.to(torch.long), spans=batch.spans.get("decoder"))

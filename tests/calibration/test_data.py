@@ -1,0 +1,229 @@
+"""Samples from files, samplers, chats in two tokenizers, low-rank cuts."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from taskferry import LowRank, TaskferryError, TaskVector
+from taskferry.calibration.data import load_samples, picture
+from taskferry.calibration.language import Segment, language_calibration, segments_of, sequence_calibration
+from taskferry.calibration.samplers import choose
+from taskferry.checkpoints.lowrank import compress
+from taskferry.sites import family_of
+from taskferry.sites.tokens import match
+from tests.helpers.texts import train
+from tests.helpers.tiny import relative
+
+image = pytest.importorskip("PIL.Image")
+pytest.importorskip("datasets")
+
+ROWS = [{"text": f"line {i}", "label": name} for i, name in enumerate(["sad", "glad", "sad", "mad"])]
+
+
+def png(colour: tuple[int, int, int]) -> bytes:
+    buffer = io.BytesIO()
+    image.new("RGB", (8, 8), colour).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def test_jsonl_csv_and_parquet_give_the_same_samples(tmp_path: Path) -> None:
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "a.csv").write_text("text,label\n" + "\n".join(f"{r['text']},{r['label']}" for r in ROWS))
+    parquet.write_table(arrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    for end in ("jsonl", "csv", "parquet"):
+        samples = load_samples(str(tmp_path / f"a.{end}"))
+        assert samples.kind == "text"
+        assert samples.classes == ("glad", "mad", "sad")
+        assert samples.labels == (2, 0, 2, 1)
+        assert [row["text"] for row in samples.rows] == [row["text"] for row in ROWS]
+        assert samples.take([3, 0]).labels == (1, 2)
+
+
+def test_images_as_bytes_and_as_a_folder(tmp_path: Path) -> None:
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    rows = [{"image": png((i, 0, 0)), "label": i % 2} for i in range(4)]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    (tmp_path / "classes.json").write_text('["cat", "dog"]')
+    for given in (tmp_path, tmp_path / "train.parquet"):
+        samples = load_samples(str(given))
+        assert samples.kind == "image"
+        assert samples.classes == ("cat", "dog")
+        assert [picture(row).getpixel((0, 0))[0] for row in samples.rows] == [0, 1, 2, 3]
+    for name, colour in (("dog", 1), ("cat", 2)):
+        (tmp_path / "folder" / name).mkdir(parents=True)
+        (tmp_path / "folder" / name / "x.png").write_bytes(png((colour, 0, 0)))
+    folder = load_samples(str(tmp_path / "folder"))
+    assert folder.classes == ("cat", "dog")
+    assert [picture(row).getpixel((0, 0))[0] for row in folder.rows] == [2, 1]
+
+
+def test_labels_that_are_none_or_negative(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x", "label": 1}\n{"text": "y", "label": null}')
+    with pytest.raises(TaskferryError, match="1 rows have no label"):
+        load_samples(str(tmp_path / "a.jsonl"))
+    (tmp_path / "a.jsonl").write_text('{"text": "x", "label": -1}\n{"text": "y", "label": 0}')
+    with pytest.raises(TaskferryError, match="counted from 0"):
+        load_samples(str(tmp_path / "a.jsonl"))
+
+
+LABELS = [i % 5 for i in range(200)]
+FEATURES = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_six_samplers() -> None:
+    def take(sampler: str, n: int = 40, **more: object) -> list[int]:
+        return choose(200, n, labels=LABELS, sampler=sampler, features=lambda: FEATURES, **more)  # type: ignore[arg-type]
+
+    for name in ("random", "class-balanced", "centroid-near", "centroid-far", "half-class"):
+        chosen = take(name)
+        assert len(set(chosen)) == 40
+        assert chosen == take(name)
+        assert set(chosen) != set(take(name, seed=1)) or name == "half-class"
+    counts = [sum(LABELS[i] == c for i in take("class-balanced")) for c in range(5)]
+    assert counts == [8] * 5
+    assert len({LABELS[i] for i in take("half-class")}) == 2
+    assert len({LABELS[i] for i in take("single-class")}) == 1
+    per_class = choose(200, 0, labels=LABELS, per_class=3)
+    assert sorted(LABELS[i] for i in per_class) == sorted([0, 1, 2, 3, 4] * 3)
+    y = torch.tensor(LABELS)
+    centre = torch.stack([FEATURES[y == c].mean(0) for c in range(5)])
+    distance = (FEATURES - centre[y]).norm(dim=1)
+    assert distance[take("centroid-near")].mean() < distance.mean() < distance[take("centroid-far")].mean()
+    assert set(take("centroid-near")) & set(take("centroid-far")) == set()
+
+
+def test_samplers_that_cannot_be_served() -> None:
+    with pytest.raises(TaskferryError, match="needs labels"):
+        choose(10, 5, sampler="class-balanced")
+    with pytest.raises(TaskferryError, match="no sampler 'odd'"):
+        choose(10, 5, sampler="odd")  # type: ignore[arg-type]
+    with pytest.raises(TaskferryError, match="class 0 has 40 samples, 50 are asked for"):
+        choose(200, 0, labels=LABELS, per_class=50)
+
+
+CHAT = [[Segment("Where is the ferry?", False, "user"), Segment("At the quay.", True, "assistant")]] * 3
+
+
+def test_chats_are_paired_by_their_words_whatever_the_template() -> None:
+    one, two = train("pieces"), train("bytes")
+    one.chat_template = "{% for m in messages %}<|{{ m.role }}|> {{ m.content }}\n{% endfor %}"
+    two.chat_template = "{% for m in messages %}### {{ m.role | upper }} says: {{ m.content }} ###\n{% endfor %}"
+    ((A, B),) = language_calibration(CHAT, one, two, micro_batch=3).pairs
+    for batch, tokenizer in ((A, one), (B, two)):
+        ids, labels = batch.inputs["input_ids"], batch.inputs["labels"]
+        counted = tokenizer.decode(ids[0][labels[0] != -100]).replace(" ", "").lower()
+        assert counted == "atthequay."
+    family = family_of(torch.nn.Linear(1, 1))
+    layouts = [family.layouts(torch.nn.Linear(1, 1), batch)["tokens"] for batch in (A, B)]
+    pairs = match(*layouts, A.inputs["input_ids"].shape[1], B.inputs["input_ids"].shape[1])
+    assert pairs.keep is not None
+    text = "Where is the ferry?At the quay."
+    for j in pairs.keep[0].nonzero().flatten().tolist():
+        first, last = (B.spans["tokens"][0, j] - 1).tolist()
+        sources = [(A.spans["tokens"][0, k] - 1).tolist() for k in pairs.weights[0, j].nonzero().flatten().tolist()]
+        assert text[first:last].strip().lower() in text[sources[0][0] : sources[-1][1]].lower() or len(sources) == 1
+    assert int(pairs.keep[0].sum()) >= 8
+
+
+def test_prompts_count_their_completions_only() -> None:
+    tokenizer = train("bytes")
+    segments = segments_of({"prompt": "Rain fell on", "completion": " the quay."})
+    ((A, _),) = language_calibration([segments], tokenizer).pairs
+    ids, labels = A.inputs["input_ids"][0], A.inputs["labels"][0]
+    assert tokenizer.decode(ids[labels != -100]) == " the quay."
+    ((A, _),) = sequence_calibration([segments], tokenizer).pairs
+    assert tokenizer.decode(A.inputs["input_ids"][0], skip_special_tokens=True) == "Rain fell on"
+    assert tokenizer.decode(A.inputs["labels"][0], skip_special_tokens=True) == " the quay."
+    with pytest.raises(TaskferryError, match="without an answer"):
+        segments_of({"messages": [{"role": "user", "content": "Hello?"}]})
+    tokenizer.chat_template = None
+    with pytest.raises(TaskferryError, match="no chat template"):
+        language_calibration(CHAT, tokenizer)
+
+
+def test_a_full_change_cut_to_a_lora() -> None:
+    torch.manual_seed(0)
+    exact = torch.randn(9, 3) @ torch.randn(3, 7)
+    tau = TaskVector({"w": exact, "b": torch.ones(3), "l": LowRank(torch.ones(2, 1), torch.ones(1, 2))})
+    low, errors, lost = compress(tau, rank=3)
+    assert isinstance(low.deltas["w"], LowRank)
+    assert relative(low.deltas["w"].dense(), exact) < 1e-5
+    assert errors["w"] < 1e-3
+    assert list(lost) == ["b"]
+    assert low.deltas["l"] is tau.deltas["l"]
+    cut, errors, _ = compress(tau, rank=1)
+    assert relative(cut.deltas["w"].dense(), exact) == pytest.approx(errors["w"], rel=1e-4)
+    share, errors, _ = compress(tau, energy=0.8)
+    assert errors["w"] <= 0.2**0.5
+    one_less = compress(tau, rank=share.deltas["w"].rank - 1)[1]["w"] if share.deltas["w"].rank > 1 else 1.0
+    assert one_less > 0.2**0.5
+    for wrong in ({}, {"rank": 2, "energy": 0.5}, {"rank": 0}, {"energy": 1.5}):
+        with pytest.raises(TaskferryError):
+            compress(tau, **wrong)
+
+
+def test_names_of_classes_beside_the_data_give_the_numbers(tmp_path: Path) -> None:
+    """The same number for the same name in train and test, in the order of classes.json."""
+    (tmp_path / "classes.json").write_text('["dog", "cat"]')
+    for split in ("train", "test"):
+        rows = [{"text": "x", "label": name} for name in ("dog", "cat", "dog")]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train = load_samples(str(tmp_path))
+    test = load_samples(str(tmp_path), split="test", classes=train.classes)
+    assert train.labels == test.labels == (0, 1, 0)
+    assert train.classes == test.classes == ("dog", "cat")
+    assert train.identity() != train.take([0, 1]).identity()
+    assert train.identity() == load_samples(str(tmp_path)).identity()
+
+
+def test_rows_that_say_they_have_no_label_are_left_out_and_told(tmp_path: Path) -> None:
+    import datasets
+
+    features = datasets.Features(
+        {"premise": datasets.Value("string"), "label": datasets.ClassLabel(names=["yes", "no"])}
+    )
+    rows = {"premise": ["a", "b", "c", "d"], "label": [0, -1, 1, 0]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "train.parquet"))
+    samples = load_samples(str(tmp_path), columns={"premise": "text"})
+    assert samples.labels == (0, 1, 0)
+    assert [row["text"] for row in samples.rows] == ["a", "c", "d"]
+    assert samples.left_out == 1
+
+
+def test_pictures_are_decoded_when_they_are_used(tmp_path: Path) -> None:
+    """Tables and folders of images, with a split of their own."""
+    from PIL import Image
+
+    for split in ("train", "test"):
+        for label in ("cat", "dog"):
+            folder = tmp_path / split / label
+            folder.mkdir(parents=True)
+            Image.new("RGB", (4, 5), (200, 10, 10)).save(folder / "1.png")
+    for split in ("train", "test"):
+        samples = load_samples(str(tmp_path), split=split)
+        assert samples.labels == (0, 1)
+        assert not any(isinstance(row["image"], Image.Image) for row in samples.rows)
+        assert picture(samples.rows[0]).size == (4, 5)
+
+
+def test_labels_keep_their_numbers(tmp_path: Path) -> None:
+    def write(name: str, labels: list[object]) -> str:
+        rows = [json.dumps({"text": f"{i}", "label": label}) for i, label in enumerate(labels)]
+        (tmp_path / name).write_text("\n".join(rows))
+        return str(tmp_path / name)
+
+    train_data = load_samples(write("train.jsonl", ["b", "c", "a"]))
+    test = load_samples(write("test.jsonl", ["c", "b"]), classes=train_data.classes)
+    assert train_data.labels == (1, 2, 0)
+    assert test.labels == (2, 1)
+    with pytest.raises(TaskferryError, match="class 'd'"):
+        load_samples(write("other.jsonl", ["d", "a"]), classes=train_data.classes)
+    assert load_samples(write("digits.jsonl", ["10", "2"])).labels == (10, 2)
+    with pytest.raises(TaskferryError, match="fractions"):
+        load_samples(write("scores.jsonl", [0.5, 1.5]))

@@ -1,0 +1,198 @@
+"""Every bad input: one sentence with the next step, a non-zero code, no output."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers import folders
+from tests.helpers.command import Ran, taskferry
+from tests.helpers.tiny import hf
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytest.importorskip("datasets")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("world")
+    folders.encoder(root / "bert", 16, 2, 1)
+    folders.encoder(root / "wide", 24, 3, 2)
+    folders.encoder(root / "deep", 16, 4, 2)
+    folders.shifted(root / "bert", root / "tuned")
+    folders.lora(root / "bert", root / "lora", ["query"])
+    folders.causal(root / "llama", "LlamaForCausalLM", 16, 2, 1)
+    folders.causal(root / "bytes", "LlamaForCausalLM", 24, 2, 2, "bytes")
+    folders.shifted(root / "llama", root / "llama-tuned")
+    folders.texts(root / "texts.jsonl")
+    folders.texts(root / "plain.jsonl", labels=False)
+    folders.prompts(root / "prompts.jsonl")
+    return root
+
+
+def refused(world: Path, tmp_path: Path, *words: str, more: tuple[object, ...] = (), **changed: object) -> Ran:
+    """A transfer with some inputs changed ends with 2, one sentence that has these words, and no output."""
+    inputs = {"source_base": world / "bert", "source_tuned": world / "tuned", "target_base": world / "wide",
+              "calibration": world / "texts.jsonl", "out": tmp_path / "out", **changed}  # fmt: skip
+    options = [part for name, value in inputs.items() for part in (f"--{name.replace('_', '-')}", value)]
+    before = sorted(p.name for p in tmp_path.iterdir())
+    ran = taskferry("transfer", *options, "--scale", 1, *more, code=2)
+    assert ran.err.startswith("taskferry: "), ran.err
+    assert "Traceback" not in ran.err
+    for word in words:
+        assert word in ran.err, (word, ran.err)
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    return ran
+
+
+def test_a_missing_file(world: Path, tmp_path: Path) -> None:
+    refused(world, tmp_path, "nowhere does not exist", source_base=tmp_path / "nowhere")
+    refused(world, tmp_path, "absent.jsonl does not exist", calibration=tmp_path / "absent.jsonl")
+
+
+def test_the_wrong_base_for_an_adapter(world: Path, tmp_path: Path) -> None:
+    folders.lora(world / "wide", tmp_path / "other", ["query"])
+    refused(world, tmp_path, "another base model", source_tuned=tmp_path / "other")
+    refused(world, tmp_path, "another base model", source_tuned=world / "lora", source_base=world / "llama",
+            target_base=world / "bytes", calibration=world / "prompts.jsonl")  # fmt: skip
+
+
+def test_a_tuned_model_of_another_shape(world: Path, tmp_path: Path) -> None:
+    refused(world, tmp_path, "give the base model that was tuned", source_tuned=world / "wide")
+    refused(world, tmp_path, "give the base model that was tuned", source_base=world / "deep")
+    refused(world, tmp_path, "does not differ", source_tuned=world / "bert")
+
+
+def test_no_labels(world: Path, tmp_path: Path) -> None:
+    refused(world, tmp_path, "--labels teacher", calibration=world / "plain.jsonl", more=("--labels", "data"))
+    refused(world, tmp_path, "no column 'mood'", more=("--label-column", "mood"))
+    refused(world, tmp_path, "predicts no classes", calibration=world / "plain.jsonl")
+
+
+def test_one_sample(world: Path, tmp_path: Path) -> None:
+    one = tmp_path / "one.jsonl"
+    one.write_text(json.dumps({"text": "A ferry.", "label": 0}) + "\n")
+    refused(world, tmp_path, "has 1 sample(s)", calibration=one)
+    one.write_text(2 * (json.dumps({"text": "A ferry.", "label": 0}) + "\n"))
+    refused(world, tmp_path, "at least two classes", calibration=one)
+    one.write_text(2 * (json.dumps({"words": "A ferry."}) + "\n"))
+    refused(world, tmp_path, "has the columns words", calibration=one)
+
+
+def test_two_tokenizers_without_offsets(world: Path, tmp_path: Path) -> None:
+    """A tokenizer that is not fast has no character offsets."""
+    slow = shutil.copytree(world / "bytes", tmp_path / "slow")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (slow / name).unlink()
+    torch.manual_seed(0)
+    characters = {chr(i): i for i in range(3, 128)}
+    (slow / "vocab.json").write_text(json.dumps(characters))
+    config = {"tokenizer_class": "CanineTokenizer", "model_max_length": 64}
+    (slow / "tokenizer_config.json").write_text(json.dumps(config))
+    refused(world, tmp_path, "offsets", source_base=world / "llama", source_tuned=world / "llama-tuned",
+            target_base=slow, calibration=world / "prompts.jsonl")  # fmt: skip
+
+
+def test_settings_that_make_no_sense(world: Path, tmp_path: Path) -> None:
+    refused(world, tmp_path, "samples", more=("--samples", "many"))
+    refused(world, tmp_path, "as_lora and as_model exclude each other", more=("--as-lora", "--as-model"))
+    refused(world, tmp_path, "--rank 32 or --energy 0.95", more=("--as-lora",))
+    refused(world, tmp_path, "scale", more=("--scale", "big"))
+    assert "--source-base is missing; --target-base is missing" in taskferry("transfer", code=2).err.replace("\n", " ")
+    assert "No such option" in taskferry("transfer", "--sampels", 3, code=2).err
+
+
+def test_an_output_that_exists(world: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("keep")
+    refused(world, tmp_path, "exists: give another --out")
+    assert (tmp_path / "out" / "mine.txt").read_text() == "keep"
+
+
+def test_files_that_are_not_what_they_say(world: Path, tmp_path: Path) -> None:
+    import pickle
+
+    (tmp_path / "evil.pt").write_bytes(pickle.dumps(os.getcwd))
+    refused(world, tmp_path, "could run code on loading, so it is refused", source_tuned=tmp_path / "evil.pt")
+    (tmp_path / "short.safetensors").write_bytes(b"\x10\x00\x00\x00")
+    refused(world, tmp_path, "no readable safetensors", source_tuned=tmp_path / "short.safetensors")
+    save_file({"other": torch.ones(2)}, tmp_path / "other.safetensors")
+    refused(world, tmp_path, "no parameter in common", source_tuned=tmp_path / "other.safetensors")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused(world, tmp_path, "is no model", target_base=empty)
+    taskferry("apply", tmp_path / "short.safetensors", world / "lora", "--out", tmp_path / "x", code=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"peft_type": "IA3"}, "only LoRA can be moved"),
+        ({"r": 0}, "a positive number is needed"),
+        ({"lora_alpha": -1}, "a positive number is needed"),
+    ],
+)
+def test_adapters_that_cannot_be_moved(change: dict[str, object], word: str, world: Path, tmp_path: Path) -> None:
+    bad = shutil.copytree(world / "lora", tmp_path / "bad")
+    config = json.loads((bad / "adapter_config.json").read_text())
+    (bad / "adapter_config.json").write_text(json.dumps({**config, **change}))
+    refused(world, tmp_path, word, source_tuned=bad)
+
+
+def test_an_adapter_with_numbers_that_are_none(world: Path, tmp_path: Path) -> None:
+    bad = shutil.copytree(world / "lora", tmp_path / "bad")
+    state = load_file(bad / "adapter_model.safetensors")
+    next(iter(state.values()))[0, 0] = torch.nan
+    save_file(state, bad / "adapter_model.safetensors")
+    refused(world, tmp_path, "not finite", source_tuned=bad)
+    half = {
+        key: value for key, value in load_file(world / "lora" / "adapter_model.safetensors").items() if "lora_A" in key
+    }
+    save_file(half, bad / "adapter_model.safetensors")
+    refused(world, tmp_path, "has only lora_A", source_tuned=bad)
+
+
+def test_models_of_two_kinds(world: Path, tmp_path: Path) -> None:
+    refused(world, tmp_path, "two models of one kind", target_base=world / "llama")
+    refused(world, tmp_path, "--device cpu", more=("--device", "cuda" if not torch.cuda.is_available() else "tpu"))
+
+
+def test_a_full_disk(world: Path, tmp_path: Path) -> None:
+    """A small tmpfs: one sentence, and not a byte left."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(small)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        torch.manual_seed(0)
+        folders.save(hf("BertModel", 64, 2, vocab_size=400), tmp_path / "large")
+        refused(world, tmp_path, "disk is full", target_base=tmp_path / "large", out=small / "out")
+        assert list(small.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_settings_that_a_method_does_not_have_are_refused(world: Path, tmp_path: Path) -> None:
+    given = ["--source-base", world / "bert", "--source-tuned", world / "tuned", "--target-base", world / "wide",
+             "--calibration", world / "texts.jsonl", "--scale", 1, "--out", tmp_path / "x"]  # fmt: skip
+    assert "has no map_rank" in taskferry("transfer", *given, "--method", "naive", "--map-rank", "full", code=2).err
+    assert "no method 'nonsense'" in taskferry("transfer", *given, "--method", "nonsense", "--dry-run", code=2).err
+    given[3] = world / "lora"
+    assert "keeps its rank exactly" in taskferry("transfer", *given, "--as-lora", "--rank", 2, code=2).err
+    given[-3] = "nan"
+    assert "scale" in taskferry("transfer", *given, code=2).err
+    given[-3] = 1
+    plan = taskferry("transfer", *given, "--dry-run", "--json").json["plan"]
+    assert plan["pairs"] == 3

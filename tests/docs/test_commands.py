@@ -1,0 +1,88 @@
+"""Every command in README and docs is run, on small models under the names the pages use."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import folders
+from tests.helpers.command import taskferry
+from tests.helpers.pages import ROOT, blocks
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytest.importorskip("datasets")
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FROM_NOTHING = ROOT / "docs" / "start.md"  # .ci/five_minutes.py runs it in a clean environment, against the clock
+
+
+def commands(page: Path) -> list[list[str]]:
+    lines = [line for block in blocks(page, "console") for line in block.splitlines() if line.startswith("$ ")]
+    return [shlex.split(line[2:]) for line in lines]
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Path:
+    """A working folder with what the pages name."""
+    folders.causal(tmp_path / "base-a", "LlamaForCausalLM", 16, 2, 1)
+    folders.causal(tmp_path / "base-b", "Qwen3ForCausalLM", 24, 3, 2)
+    folders.shifted(tmp_path / "base-a", tmp_path / "tuned-a", size=0.02)
+    folders.lora(tmp_path / "base-a", tmp_path / "my-lora", ["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    shutil.copytree(tmp_path / "my-lora", tmp_path / "adapters" / "one")
+    folders.prompts(tmp_path / "data.jsonl")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != FROM_NOTHING], ids=lambda p: p.name)
+def test_the_commands_run(page: Path, desk: Path) -> None:
+    for settings in blocks(page, "yaml"):
+        for name in ("move.yaml", "plan.yaml"):
+            (desk / name).write_text(settings)
+    for command in commands(page):
+        if command[0] == "pip":
+            continue  # the gate has installed the package
+        # Random small models gain nothing, which `--scale auto` would rightly refuse.
+        options = ["--scale", "1"] if "transfer" in command and not {"--scale", "--paper"} & set(command) else []
+        if command[0] == "torchrun":
+            whole = [sys.executable, "-m", "torch.distributed.run", *command[1:], *options]
+            done = subprocess.run(whole, cwd=desk, timeout=300, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
+            continue
+        if command[1] == "fleet":
+            pytest.importorskip("ray")
+        assert command[0] == "taskferry", command
+        taskferry(*command[1:], *options, cwd=desk)
+
+
+def test_pages_name_only_files_that_exist() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize(
+    ("page", "made"),
+    [("README.md", "moved"), ("docs/benchmarks.md", "history"), ("docs/api.md", "moved")],
+    ids=["readme", "benchmarks", "api"],
+)
+def test_the_python_of_the_pages_runs(page: str, made: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library examples, on the folders above."""
+    (example,) = blocks(ROOT / page, "python")
+    monkeypatch.chdir(desk)
+    scope: dict[str, object] = {}
+    exec(compile(example, page, "exec"), scope)
+    assert made in scope
+
+
+def test_changelog_names_the_version() -> None:
+    from taskferry import __version__
+
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert "Unreleased" in text or __version__ in text

@@ -1,0 +1,107 @@
+"""What makes a fit small: rows let go, maps left out or left factored, and a plan that foretells it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+import torch
+from torch import nn
+
+from taskferry import Calibration, TaskVector, fit
+from taskferry.engines.whole import WholePair
+from taskferry.fitting.capture import BICO, Side, _MicroBatch, frozen
+from taskferry.fitting.objectives import LanguageModel
+from taskferry.fitting.statistics import Statistics
+from taskferry.jobs.cost import Plan
+from taskferry.jobs.plan import plan_job
+from taskferry.methods import Job, find
+from taskferry.sites.discovery import find_sites
+from taskferry.sites.pairing import pair_sites
+from taskferry.taskvector import LowRank
+from tests.helpers.tiny import TINY, relative
+
+LLAMA = TINY["llama"]
+
+
+def test_the_sources_rows_go_with_their_last_reader() -> None:
+    """Also where one source block serves several target blocks."""
+    A, B = LLAMA.model(32, 2, 0), LLAMA.model(48, 5, 1)
+    calibration = LLAMA.calibration(samples=4)
+    pairs, _ = pair_sites(find_sites(A), find_sites(B))
+    sides = [Side(m, LanguageModel().bind(m, calibration.side(i))) for i, m in enumerate((A, B))]
+    found = Statistics()
+    with frozen(A), frozen(B):
+        batch = _MicroBatch(*sides, {p.target.name: p for p in pairs}, found, BICO, *next(iter(calibration)), False)
+        batch.run()
+    assert len(found.outputs) == len(pairs)
+    assert not batch.inputs
+    assert not batch.outputs
+
+
+def test_a_lora_goes_through_maps_that_are_never_formed() -> None:
+    A, B = LLAMA.model(32, 2, 0), LLAMA.model(48, 2, 1)
+    generator = torch.Generator().manual_seed(0)
+    tau = TaskVector(
+        {
+            name: LowRank(
+                torch.randn(p.shape[0], 2, generator=generator), torch.randn(2, p.shape[1], generator=generator)
+            )
+            for name, p in A.named_parameters()
+            if name.endswith(("q_proj.weight", "v_proj.weight"))
+        }
+    )
+    assert tau.low_rank
+    assert not tau.dense().low_rank
+    calibration = LLAMA.calibration(samples=8)
+    factored = fit(A, B, calibration, only=tau.deltas.keys(), factored=tau.low_rank)
+    formed = fit(A, B, calibration)
+    assert all(R.R is None for R in [*factored.R_in.values(), *factored.R_out.values()])
+    assert {key.rsplit(".", 1)[-1] for key in factored.R_out} == {"q_proj", "v_proj"}  # no MLP map is solved
+    one, other = factored.apply(tau), formed.apply(tau)
+    for name, delta in other.deltas.items():
+        assert relative(one.dense().deltas[name], delta.dense()) < 1e-5
+
+
+def planned(
+    A: nn.Module, B: nn.Module, calibration: Calibration, names: Collection[str] | None = None, scale: str | None = None
+) -> Plan:
+    """What BiCo will take: for any task vector, or for one that changes some parameters."""
+    tau = TaskVector({name: torch.ones_like(A.get_parameter(name)) for name in names or ()})
+    job = Job(WholePair(A, B, calibration), tau, every_site=names is None)
+    return plan_job(job, find("bico"), {}, scale=scale)
+
+
+def test_a_plan_counts_the_maps_of_the_real_capture() -> None:
+    A, B = LLAMA.model(32, 2, 0), LLAMA.model(48, 2, 1)
+    calibration = LLAMA.calibration(samples=16)
+    plan = planned(A, B, calibration)
+    alignment = fit(A, B, calibration)
+    maps = [(R, alignment.quality_in[k]) for k, R in alignment.R_in.items()]
+    maps += [(R, alignment.quality_out[k]) for k, R in alignment.R_out.items()]
+    sums = sum(4 * min(q.rows * sum(R.shape), R.shape[0] * R.shape[1]) for R, q in maps)
+    assert plan.pairs == len(alignment.pairs)
+    assert plan.statistics_bytes == pytest.approx(sums, rel=0.1)
+    assert plan.tokens == pytest.approx(max(q.rows for _, q in maps), rel=0.05)
+    assert plan.seconds == pytest.approx(sum(plan.stages.values()))
+    assert plan.memory_bytes > plan.weights_bytes > 0
+
+
+def test_a_plan_of_fewer_changes_costs_less() -> None:
+    A, B = LLAMA.model(32, 2, 0), LLAMA.model(48, 2, 1)
+    calibration = LLAMA.calibration(samples=4)
+    whole = planned(A, B, calibration)
+    few = planned(A, B, calibration, [n for n, _ in A.named_parameters() if "q_proj" in n])
+    assert few.pairs < whole.pairs
+    assert few.statistics_bytes < whole.statistics_bytes
+    assert few.stages["solve"] < whole.stages["solve"]
+    assert planned(A, B, calibration, scale="auto").stages["scale"] > planned(A, B, calibration).stages["scale"] == 0
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_family_can_be_planned(name: str) -> None:
+    tiny = TINY[name]
+    plan = planned(tiny.model(32, 2, 0), tiny.model(48, 2, 1), tiny.calibration(8))
+    assert plan.pairs > 0
+    assert plan.tokens >= 8
+    assert plan.stages["solve"] > 0

@@ -1,0 +1,96 @@
+"""Tiny models as folders on disk, with tokenizers, adapters and data: what a user would have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.helpers.texts import SECOND, TEXTS, train
+from tests.helpers.tiny import hf
+
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|> {{ m.content }}\n{% endfor %}"
+
+
+def save(
+    model: nn.Module, folder: Path, kind: str = "pieces", *, dtype: torch.dtype = torch.float32, **more: Any
+) -> Path:
+    """A model with a tokenizer beside it."""
+    model.to(dtype).save_pretrained(folder, **more)
+    tokenizer = train(kind)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def causal(folder: Path, name: str, width: int, depth: int, seed: int, kind: str = "pieces", **more: Any) -> Path:
+    torch.manual_seed(seed)
+    size = {"vocab_size": 400, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2}
+    if name.startswith("Qwen3"):
+        size["head_dim"] = width // 4
+    return save(hf(name, width, depth, **size), folder, kind, **more)
+
+
+def encoder(folder: Path, width: int, depth: int, seed: int, name: str = "BertModel", **more: Any) -> Path:
+    torch.manual_seed(seed)
+    return save(hf(name, width, depth, vocab_size=400, initializer_range=0.2), folder, **more)
+
+
+def shifted(folder: Path, out: Path, size: float = 0.05) -> Path:
+    """A pretended full fine-tune of a folder."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = getattr(transformers, config.architectures[0]).from_pretrained(folder)
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator).to(parameter))
+    model.save_pretrained(out)
+    return out
+
+
+def texts(path: Path, labels: bool = True) -> Path:
+    rows = [{"text": a, "text_pair": b, **({"label": i % 3} if labels else {})}
+            for i, (a, b) in enumerate(zip(TEXTS, SECOND, strict=True))]  # fmt: skip
+    return _lines(path, rows)
+
+
+def prompts(path: Path, completions: bool = True) -> Path:
+    rows = [
+        {"prompt": a, **({"completion": " " + b} if completions else {})} for a, b in zip(TEXTS, SECOND, strict=True)
+    ]
+    return _lines(path, rows)
+
+
+def chats(path: Path) -> Path:
+    rows = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
+            for a, b in zip(TEXTS, SECOND, strict=True)]  # fmt: skip
+    return _lines(path, rows)
+
+
+def _lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def lora(base: Path, out: Path, modules: list[str], seed: int = 0, **more: Any) -> Path:
+    """A LoRA adapter of random factors on a folder's model, written by PEFT."""
+    import peft
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(base)
+    model = getattr(transformers, config.architectures[0]).from_pretrained(base)
+    torch.manual_seed(seed)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": modules, **more})
+    )
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+    adapted.save_pretrained(out)
+    return out

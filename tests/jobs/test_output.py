@@ -1,0 +1,83 @@
+"""What a job writes is what it says, and belongs to the models that it says."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from taskferry import Prototypes, TaskferryError, TaskVector, text_calibration
+from taskferry.checkpoints import Skeleton, load_model, read_adapter
+from taskferry.fitting.scale import calibration_loss
+from taskferry.jobs.output import check_output
+from tests.helpers import folders
+from tests.helpers.command import taskferry
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("world")
+    folders.encoder(root / "bert", 16, 2, 1)
+    folders.encoder(root / "wide", 24, 3, 2)
+    folders.shifted(root / "bert", root / "tuned")
+    folders.texts(root / "texts.jsonl")
+    return root
+
+
+def test_apply_knows_the_models_it_was_fitted_on(world: Path, tmp_path: Path) -> None:
+    folders.encoder(tmp_path / "twin", 24, 3, 7)
+    data = ["--calibration", world / "texts.jsonl", "--samples", 12]
+    taskferry(
+        "fit",
+        "--source-base",
+        world / "bert",
+        "--target-base",
+        world / "wide",
+        *data,
+        "--out",
+        tmp_path / "x.alignment",
+    )
+    ran = taskferry("apply", tmp_path / "x.alignment", world / "tuned", "--source-base", world / "bert",
+                    "--target-base", tmp_path / "twin", "--out", tmp_path / "y", code=2)  # fmt: skip
+    assert "is not the target that this alignment was fitted on" in ran.err
+    assert not (tmp_path / "y").exists()
+
+
+def test_the_check_of_an_output_sees_a_small_error(world: Path, tmp_path: Path) -> None:
+    target = load_model(str(world / "wide"))
+    tau = TaskVector({"encoder.layer.0.output.dense.weight": torch.full((24, 48), 1e-3)})
+    folder = shutil.copytree(world / "wide", tmp_path / "unchanged")
+    with pytest.raises(TaskferryError, match="was written with an error"):
+        check_output(folder, "model", tau, target)
+    right = copy.deepcopy(target.model)
+    tau.add_to(right)
+    right.save_pretrained(tmp_path / "right")
+    check_output(tmp_path / "right", "model", tau, target)
+
+
+def test_the_verdict_is_that_of_what_is_written(world: Path, tmp_path: Path) -> None:
+    """Cut to rank 1 before the scale is chosen: the loss in the record is the written LoRA's."""
+    ran = taskferry("transfer", "--source-base", world / "bert", "--source-tuned", world / "tuned", "--target-base",
+                    world / "wide", "--calibration", world / "texts.jsonl", "--samples", 12, "--scale", 1, "--as-lora",
+                    "--rank", 1, "--out", tmp_path / "low", "--json")  # fmt: skip
+    rows = [json.loads(line) for line in (world / "texts.jsonl").read_text().splitlines()]
+    chosen = [rows[i] for i in ran.json["calibration"]["indices"]]
+    target = load_model(str(world / "wide"))
+    tokenizer = target.tokenizer()
+    shots = text_calibration(
+        [r["text"] for r in chosen],
+        tokenizer,
+        pairs=[r["text_pair"] for r in chosen],
+        labels=[r["label"] for r in chosen],
+    ).side(1)
+    loss = Prototypes().bind(target.model, shots)
+    assert calibration_loss(target.model, loss, shots) == pytest.approx(ran.json["verdict"]["loss_before"], rel=1e-4)
+    read_adapter(tmp_path / "low", Skeleton.of(target.model)).tau.add_to(target.model)
+    assert calibration_loss(target.model, loss, shots) == pytest.approx(ran.json["verdict"]["loss_after"], rel=1e-4)

@@ -1,0 +1,334 @@
+"""Maps from two points: invariances, what each part does, resuming."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from taskferry import Calibration, LowRank, TaskVector
+from taskferry.calibration.augmentation import Views
+from taskferry.calibration.batch import Batch
+from taskferry.engines import whole
+from taskferry.engines.pair import Work
+from taskferry.errors import TaskferryError
+from taskferry.fitting.capture import Side, collect
+from taskferry.fitting.objectives import Classifier, Logits
+from taskferry.fitting.role_scales import STEPS
+from taskferry.fitting.scale import calibration_loss, moved_by
+from taskferry.fitting.statistics import Capture, Statistics
+from taskferry.maths.whitening import UnitRows
+from taskferry.methods import Job, run
+from taskferry.methods.twofold import ALONE, PATCH, with_views
+from taskferry.sites import family_of
+from taskferry.sites.discovery import find_sites
+from taskferry.sites.pairing import pair_sites
+from taskferry.taskvector import as_dense
+from tests.helpers.tiny import TINY, job, rebuilt, relative
+
+
+def flat(tau: TaskVector) -> torch.Tensor:
+    return torch.cat([delta.flatten() for _, delta in sorted(tau.dense().deltas.items())])
+
+
+def helpful(name: str = "vit") -> Job:
+    """A change that lowers the loss of both models: a step down the source's gradient, and a target much like it."""
+    given = job(name)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        for p, q in zip(given.target.parameters(), given.source.parameters(), strict=True):
+            p.copy_(q + 0.02 * torch.randn_like(q))
+    loss_A = given.pair.objectives[0].bind(given.source, given.calibration.side(0))
+    names, weights = zip(*given.source.named_parameters(), strict=True)
+    total = torch.stack([loss_A(batch) for batch in given.calibration.side(0)]).sum()
+    found = torch.autograd.grad(total, weights, allow_unused=True)
+    changed = given.tau.deltas.keys()
+    return rebuilt(given, tau=TaskVector({n: -0.02 * g for n, g in zip(names, found, strict=True)
+                                          if g is not None and n in changed}))  # fmt: skip
+
+
+def loss_at(given: Job, tau: TaskVector, scale: float = 1.0) -> float:
+    loss = given.pair.objectives[1].bind(given.target, given.calibration.side(1))  # its head is that of the base
+    with moved_by(given.target, tau) as at:
+        at(scale)
+        return calibration_loss(given.target, loss, given.calibration.side(1))
+
+
+def test_a_model_onto_itself_is_the_change_itself() -> None:
+    """Identity pair: every map is the identity on what the samples show."""
+    tiny = TINY["plain"]
+    A = tiny.model(12, 2, 1)
+    batch = tiny.batch(0, 400)
+    torch.manual_seed(4)
+    pairs = pair_sites(find_sites(A), find_sites(A))[0]
+    tau = TaskVector({p.source.weight: 0.01 * torch.randn(A.get_parameter(p.source.weight).shape) for p in pairs})
+    given = Job.of(A, A, tau, Calibration([(batch, batch)]), tiny.objective)
+    for halfway, whiten in ((0.0, False), (0.5, False), (0.5, True)):
+        moved = run("twofold", given, halfway=halfway, scales="one", whiten=whiten)
+        assert moved.curve is not None
+        assert set(moved.tau.deltas) == set(tau.deltas)
+        for name, scaled in moved.tau.deltas.items():
+            change, delta = as_dense(tau.deltas[name]), scaled / (moved.curve.best if moved.curve.helps else 1.0)
+            # A direction that no gradient has (all logits up) is not moved; the others come back as they were.
+            lost = change - delta
+            assert delta.norm() > 0.5 * change.norm(), name
+            assert float((lost * delta).sum().abs()) < 1e-4 * float(change.norm() ** 2), name
+
+
+def test_without_its_parts_it_is_bico_with_even_gradients() -> None:
+    given = helpful()
+    moved = run("twofold", given, halfway=0.0, scales="one", whiten=False, views=0, patches=True)
+    capture = Capture(sums=UnitRows)
+    statistics, models = Statistics(capture=capture), (given.source, given.target)
+    sides = [Side(m, o.bind(m, given.calibration.side(i)))
+             for i, (m, o) in enumerate(zip(models, given.pair.objectives, strict=True))]  # fmt: skip
+    collect(statistics, *sides, given.pair.pairs, given.calibration, capture)
+    name = next(
+        p.target.name for p in given.pair.pairs if p.target.role == "mlp.up" and p.target.name in statistics.reads
+    )
+    pair = next(p for p in given.pair.pairs if p.target.name == name)
+    R_in, R_out = statistics.input_of(name)[1].solve()[0].dense(), statistics.outputs[name].solve()[0].dense()
+    expected = R_out.T @ given.tau.deltas[pair.source.weight] @ R_in
+    assert moved.curve is not None
+    assert moved.curve.best not in (0, 1)
+    assert relative(moved.tau.deltas[pair.target.weight], moved.curve.best * expected) < 1e-4
+    assert relative(moved.curve.best * flat(run("bico", given).tau), flat(moved.tau)) > 0.01  # and not the paper's
+
+
+def test_the_second_capture_changes_the_maps_and_leaves_the_models_alone() -> None:
+    given = helpful()
+    before = [p.detach().clone() for m in (given.source, given.target) for p in m.parameters()]
+    once, twice = (run("twofold", given, halfway=way, scales="one") for way in (0.0, 0.5))
+    assert (once.provenance["captures"], twice.provenance["captures"]) == (1, 2)
+    assert relative(flat(twice.tau) / twice.tau.norm(), flat(once.tau) / once.tau.norm()) > 0.01
+    after = [p for m in (given.source, given.target) for p in m.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(p.grad is None for p in after)
+
+
+def test_a_scale_for_each_role_lowers_the_loss_and_keeps_a_lora_low_rank() -> None:
+    given = helpful()
+    one, scaled = run("twofold", given, scales="one"), run("twofold", given)
+    assert one.curve is not None
+    assert scaled.curve is not None
+    for moved, curve in ((one, one.curve), (scaled, scaled.curve)):  # each is at its best already
+        assert loss_at(given, moved.tau) == pytest.approx(curve.loss(curve.best), rel=1e-6)
+    assert loss_at(given, scaled.tau) < loss_at(given, one.tau) < loss_at(given, one.tau, 0.0)
+    roles = {site.weight: site.role for site in find_sites(given.target)}
+    found: dict[str, set[float]] = {}
+    for name, delta in scaled.tau.deltas.items():
+        if name in roles and one.tau.deltas[name].norm() > 0:
+            ratio = one.curve.best * float(delta.norm() / one.tau.deltas[name].norm())
+            found.setdefault(roles[name], set()).add(round(ratio, 4))
+    assert all(len(values) == 1 for values in found.values())
+    assert len({next(iter(values)) for values in found.values()}) > 1
+    chosen = scaled.provenance["role scales"]
+    sizes = {role: abs(value) for role, value in chosen.items()}
+    assert {role: next(iter(values)) for role, values in found.items()} == pytest.approx(sizes, abs=1e-3)
+    torch.manual_seed(1)
+    site = next(pair.source for pair in given.pair.pairs if pair.source.role == "mlp.up")
+    shape = given.source.get_parameter(site.weight).shape
+    lora = TaskVector({site.weight: LowRank(torch.randn(shape[0], 2), torch.randn(2, shape[1]))})
+    result = run("twofold", replace(given, tau=lora)).tau
+    assert result.low_rank
+    assert all(delta.rank == 2 for delta in result.deltas.values() if isinstance(delta, LowRank))
+
+
+def test_its_maps_move_what_it_moved() -> None:
+    """The scales are in the output maps: another change passes through them as this one did."""
+    given = helpful()
+    for scales in ("role", "one"):
+        moved = run("twofold", given, scales=scales)
+        assert moved.alignment is not None
+        again = moved.alignment.apply(given.tau)
+        assert relative(flat(again), flat(moved.tau)) < 1e-9
+        assert [row["target"] for row in moved.sites] == [pair.target.name for pair in moved.alignment.pairs]
+
+
+def test_what_does_not_help_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = helpful()
+    plain = run("twofold", given, halfway=0.0, scales="one")
+    assert plain.curve is not None
+    monkeypatch.setattr(whole.WholePair, "losses", lambda self, tau, scales: [1.0 + scale for scale in scales])
+    uphill = run("twofold", given)
+    assert uphill.curve is not None
+    assert uphill.curve.best == 0.0
+    assert not uphill.curve.helps
+    assert uphill.provenance["role scales"] == {}
+    assert uphill.alignment is not None
+    assert uphill.provenance["captures"] == 1  # nowhere to go half of the way to
+    assert relative(plain.curve.best * flat(uphill.tau), flat(plain.tau)) < 1e-9  # the same maps, and no scale
+
+
+def test_without_a_task_vector_all_maps_are_those_of_the_first_capture() -> None:
+    given = job("vit", (16, 2), (24, 3))
+    fitted = run("twofold", Job(given.pair, TaskVector({}), every_site=True))
+    once = run("twofold", Job(given.pair, given.tau, every_site=True), halfway=0.0, scales="one")
+    assert fitted.alignment is not None
+    assert once.curve is not None
+    assert fitted.curve is None
+    assert fitted.provenance["without a task vector"] == ALONE
+    scale = once.curve.best if once.curve.helps else 1.0
+    moved = fitted.alignment.apply(given.tau)
+    assert relative(scale * flat(moved), flat(once.tau)) < 1e-9
+    assert fitted.alignment.reasons["embeddings.patch_embeddings.projection.weight"] == PATCH
+
+
+def test_finished_groups_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = rebuilt(helpful(), work=Work(sums_memory=1000, resume=tmp_path / "groups"))
+    moved = run("twofold", given, scales="one")
+    assert len(list((tmp_path / "groups" / "base").iterdir())) > 1
+    assert len(list((tmp_path / "groups" / "halfway").iterdir())) > 1
+
+    def not_again(*given: object, **named: object) -> None:
+        raise AssertionError("captured again")
+
+    monkeypatch.setattr(whole, "collect", not_again)
+    again = run("twofold", given, scales="one")
+    assert torch.equal(flat(again.tau), flat(moved.tau))
+    with pytest.raises(AssertionError, match="captured again"):
+        run("twofold", replace(given, tau=2.0 * given.tau), scales="one")  # halfway is elsewhere for another change
+
+
+class Fixed(Classifier):
+    """Four classes by random directions about a centre that is given: a head that is made from no sample."""
+
+    def __init__(self, given: Job) -> None:
+        with torch.no_grad():
+            views = Views(given.calibration, 1).pair(range(24, 48))[0]
+            self.centre = family_of(given.source).features(given.source, views).mean(0)
+
+    def logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:
+        planes = torch.randn(4, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        return lambda batch: 20 * (family_of(model).features(model, batch) - self.centre) @ planes.T
+
+
+def test_views_of_images_are_labelled_by_the_tuned_source() -> None:
+    given = helpful()
+    given = rebuilt(given, tau=0.001 * given.tau, objective=Fixed(given))
+    logits = Fixed(given).logits(given.source, [])
+
+    def named(batches: Sequence[Batch]) -> torch.Tensor:
+        with moved_by(given.source, given.tau) as at, torch.no_grad():
+            at(1.0)
+            return torch.cat([logits(batch).argmax(-1) for batch in batches])
+
+    assert with_views(given, 3) is given  # it does not know these labels
+    labels = named(given.calibration.side(0))
+    labels[:4] = torch.arange(4)  # every class is there; most are as the source says
+    given = rebuilt(given, calibration=given.calibration.with_labels(labels))
+    more = with_views(given, 3)
+    assert more.calibration.samples == 4 * given.calibration.samples
+    for old, new in zip(given.calibration, more.calibration, strict=False):  # the samples come first, as they were
+        assert torch.equal(old[0].inputs["pixel_values"], new[0].inputs["pixel_values"])
+        assert torch.equal(old[1].labels, new[1].labels)  # type: ignore[arg-type]
+    views = [A for A, _ in more.calibration.pairs[len(given.calibration) :]]
+    found = torch.cat([A.labels for A in views if A.labels is not None])
+    assert torch.equal(found, named(views))
+    assert len(set(found.tolist())) > 1
+    one = int(found[0])
+    only = given.calibration.with_labels(torch.full((24,), one))  # a class that no sample has is left out
+    kept = with_views(rebuilt(given, calibration=only), 3).calibration.labels
+    assert kept is not None
+    assert set(kept.tolist()) == {one}
+    assert with_views(given, 0) is given
+    fitted = job("vit")  # prototypes would be made from the views as well
+    assert with_views(fitted, 3) is fitted
+    texts = job("bert-classifier")
+    assert with_views(texts, 3) is texts
+
+
+def test_the_record_tells_samples_from_views_and_the_scales() -> None:
+    given = helpful()
+    given = rebuilt(given, tau=0.001 * given.tau, objective=Fixed(given))
+    logits = Fixed(given).logits(given.source, [])
+    with torch.no_grad():
+        labels = torch.cat([logits(batch).argmax(-1) for batch in given.calibration.side(0)])
+    given = rebuilt(given, calibration=given.calibration.with_labels(labels))
+    own: dict[str, Any] = {"halfway": 0.5, "whiten": True, "views": 2, "scales": "role", "patches": False}
+    moved = run("twofold", given, **own)
+    known = moved.provenance
+    assert known["method"] == "twofold"
+    assert known["calibration"]["samples"] == 24
+    assert known["calibration"]["sha256"] == given.calibration.identity()
+    assert 0 < known["calibration"]["views"] <= 48
+    assert own.items() <= known["settings"].items()
+    assert moved.alignment is not None
+    assert moved.alignment.provenance == known
+    helps = run("twofold", helpful(), **own)
+    assert helps.alignment is not None
+    assert set(helps.provenance["role scales"]) == {p.target.role for p in helps.alignment.pairs}
+    assert helps.provenance["calibration"]["views"] == 0  # its head is made from the samples
+    with pytest.raises(TaskferryError, match="views is 0 or more"):
+        run("twofold", given, views=-1)
+
+
+def test_float32_gives_what_float64_gives() -> None:
+    """Directions and tokens that carry nothing but rounding must not be whitened into a signal."""
+    for name in ("vit", "bert", "gpt2"):
+        given = job(name)
+        fine = run("twofold", given, scales="one", halfway=0.0)
+        single = rebuilt(
+            given,
+            source=copy.deepcopy(given.source).float(),
+            target=copy.deepcopy(given.target).float(),
+            tau=TaskVector({n: as_dense(d).float() for n, d in given.tau.deltas.items()}),
+            calibration=Calibration((as_float(A), as_float(B)) for A, B in given.calibration),
+        )
+        coarse = run("twofold", single, scales="one", halfway=0.0)
+        assert relative(flat(coarse.tau).double(), flat(fine.tau)) < 2e-3, name
+
+
+def as_float(batch: Batch) -> Batch:
+    return replace(batch, inputs={n: x.float() if x.is_floating_point() else x for n, x in batch.inputs.items()})
+
+
+def test_a_patch_embedding_stays_unless_asked_for_or_alone() -> None:
+    given = helpful()
+    name = "embeddings.patch_embeddings.projection.weight"
+    assert name in given.tau.deltas
+    moved = run("twofold", given).tau
+    assert name not in moved.deltas
+    assert moved.coverage is not None
+    assert moved.coverage[name].status == "kept"
+    assert moved.coverage[name].reason == PATCH
+    assert set(moved.coverage.moved()) == set(moved.deltas)
+    assert moved.coverage.unused[name] == PATCH
+    assert name in run("twofold", given, patches=True).tau.deltas
+    alone = TaskVector({name: given.tau.deltas[name]})
+    assert len(run("twofold", replace(given, tau=alone)).tau)  # a change of it alone is still a change
+
+
+def test_the_base_models_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reused sums give what new ones would."""
+    given = helpful()
+    seen = []
+    real = whole.collect
+    monkeypatch.setattr(whole, "collect", lambda *a, **k: (seen.append(1), real(*a, **k)))
+    once = run("twofold", given, scales="one")
+    assert len(seen) == 2
+    groups = run("twofold", rebuilt(given, work=Work(sums_memory=1000)), scales="one")  # too many groups to be kept
+    assert len(seen) > 6
+    assert relative(flat(once.tau), flat(groups.tau)) < 1e-9
+
+
+def test_scales_that_lead_astray_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = helpful()
+    real, shown = whole.WholePair.slopes, []
+
+    def contrary(self: Any, tau: TaskVector, scales: Any, batches: Any) -> dict[str, float]:
+        """They lead away from where the loss falls."""
+        shown.append(list(batches))
+        return {name: -value for name, value in real(self, tau, scales, batches).items()}
+
+    monkeypatch.setattr(whole.WholePair, "slopes", contrary)
+    one, same = run("twofold", given, scales="one"), run("twofold", given)
+    assert shown == [[0, 1, 2, 3]] * STEPS  # as many samples a step as were given
+    assert same.provenance["role scales"] == {}
+    assert torch.equal(flat(same.tau), flat(one.tau))

@@ -1,0 +1,211 @@
+"""The plan of docs/architecture.md holds: imports point down, methods are named in their own files, parts are small."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from taskferry.methods import methods
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "taskferry"
+PLAN = ROOT / "docs" / "architecture.md"
+MODULES = sorted(SOURCE.rglob("*.py"))
+LINES, PARAMETERS = 400, 12
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def place_of(name: str) -> str:
+    """The room of a module, `fitting/`, or the module itself where it stands beside the rooms: `errors`."""
+    first, *rest = name.split("/")
+    return f"{first}/" if rest else first.removesuffix(".py")
+
+
+@cache
+def rooms() -> dict[str, int]:
+    """Room or root module -> its row in the table of rooms, from top to bottom."""
+    section = PLAN.read_text(encoding="utf-8").split("\n## The rooms\n", 1)[1].split("\n## ", 1)[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")][2:]  # below the header
+    named = [(name, row) for row, cell in enumerate(cells) for name in re.findall(r"`([^`]+)`", cell)]
+    twice = {name for name, _ in named if [other for other, _ in named].count(name) > 1}
+    assert not twice, f"in two rows: {sorted(twice)}"
+    return dict(named)
+
+
+def at_runtime(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below, also inside functions, but not what a type checker alone reads."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for other in child.orelse:
+                yield other
+                yield from at_runtime(other)
+            continue
+        yield child
+        yield from at_runtime(child)
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, room or root module) of everything of this package that a module imports."""
+    inside = ["taskferry", *path.relative_to(SOURCE).parent.parts]
+    for node in at_runtime(tree(path)):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = inside[: len(inside) - node.level + 1] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            found = [f"{start}.{alias.name}" for alias in node.names] if start == "taskferry" else [start]
+        else:
+            continue
+        for name in found:
+            package, _, rest = name.partition(".")
+            if package == "taskferry":
+                first = rest.split(".")[0]
+                room, module = (SOURCE / first).is_dir() and first != "", (SOURCE / f"{first}.py").is_file()
+                yield node.lineno, f"{first}/" if room else first if module else "__init__"
+
+
+def test_every_module_has_its_room() -> None:
+    places = {place_of(name_of(path)) for path in MODULES}
+    assert not sorted(places - rooms().keys()), "named in no row"
+    assert not sorted(rooms().keys() - places), "a row of the table names what is not there"
+
+
+def test_imports_point_downwards() -> None:
+    upwards = []
+    for path in MODULES:
+        name = name_of(path)
+        here = rooms().get(place_of(name), 0)
+        upwards += [
+            f"{name}:{line} imports {place}" for line, place in imported(path) if rooms().get(place, here) < here
+        ]
+    assert not upwards, "\n".join(["", *upwards])
+
+
+def docstrings(module: ast.Module) -> set[int]:
+    """The nodes of all docstrings, by id."""
+    found = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                found.add(id(first.value))
+    return found
+
+
+def words(node: ast.AST) -> list[str]:
+    """The identifiers that a node brings in."""
+    match node:
+        case ast.Name():
+            return [node.id]
+        case ast.Attribute():
+            return [node.attr]
+        case ast.arg() | ast.keyword():
+            return [node.arg or ""]
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return [node.name]
+        case ast.alias():
+            return [*node.name.split("."), node.asname or ""]
+        case ast.ImportFrom():
+            return (node.module or "").split(".")
+    return []
+
+
+def named_methods(name: str, module: ast.Module) -> list[str]:
+    """Where a module speaks of a method: in a string that is no docstring, or by an identifier."""
+    known = list(methods())
+    as_text = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, known))})(?![\w-])")
+    as_word = {each.replace("-", "_") for each in known}
+    skipped = docstrings(module)
+    for node in module.body:  # the one that is taken where none is asked for
+        if isinstance(node, ast.Assign) and (name, ast.unparse(node.targets[0])) == (
+            "jobs/settings.py",
+            "DEFAULT_METHOD",
+        ):
+            skipped.add(id(node.value))
+    found, line = [], 0
+    for node in ast.walk(module):
+        line = getattr(node, "lineno", line)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            found += [f"{name}:{line} '{text}'" for text in as_text.findall(node.value)]
+        found += [f"{name}:{line} {word}" for word in words(node) if word in as_word]
+    return found
+
+
+def test_a_method_is_named_in_its_own_file_alone() -> None:
+    elsewhere = [path for path in MODULES if place_of(name_of(path)) != "methods/"]
+    named = [found for path in elsewhere for found in named_methods(name_of(path), tree(path))]
+    assert not named, "\n".join(["", *named])
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{name_of(path)}:{node.lineno} {node.name}", node
+
+
+def test_modules_are_short() -> None:
+    sizes = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
+    assert not {name: size for name, size in sizes.items() if size > LINES}
+
+
+def test_functions_take_few_parameters() -> None:
+    many = {}
+    for where, node in functions():
+        given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        count = sum(parameter.arg not in ("self", "cls") for parameter in given)
+        if count > PARAMETERS:
+            many[where] = count
+    assert not many
+
+
+# The rules see what they forbid.
+
+
+@pytest.mark.parametrize(
+    ("source", "places"),
+    [
+        ("import taskferry.cli.app", ["cli/"]),
+        ("from taskferry.cli import app", ["cli/"]),
+        ("from taskferry import cli, errors, Batch", ["cli/", "errors", "__init__"]),
+        ("def f():\n    from taskferry.errors import TaskferryError", ["errors"]),
+        ("if TYPE_CHECKING:\n    import taskferry.cli\nelse:\n    import taskferry.disk", ["disk/"]),
+        ("from .. import errors\nfrom ..cli import app\nfrom .files import x", ["errors", "cli/", "disk/"]),
+        ("import torch\nfrom taskferryman import cli", []),
+    ],
+)
+def test_every_kind_of_import_is_seen(source: str, places: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.test_architecture.tree", lambda path: ast.parse(source))
+    assert [place for _, place in imported(SOURCE / "disk" / "new.py")] == places
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ('x = "bico"', 1),
+        ('x = f"by {y} and few-shot, from bico"', 2),
+        ("from taskferry.methods.twofold import PATCH", 1),
+        ("from taskferry.methods import few_shot as other", 1),
+        ("run(naive=1).distil", 2),
+        ('"""As bico does."""\ndef f():\n    """As theseus does."""', 0),
+        ('x = "bico-like, a few-shot-run of naively_made"', 0),
+        ('DEFAULT_METHOD = "twofold"', 1),
+    ],
+)
+def test_every_name_of_a_method_is_seen(source: str, count: int) -> None:
+    assert len(named_methods("jobs/new.py", ast.parse(source))) == count
+    if source.startswith("DEFAULT"):
+        assert not named_methods("jobs/settings.py", ast.parse(source))
