@@ -13,6 +13,7 @@ from taskferry.checkpoints import Loaded, Skeleton, Tuned, is_adapter, load_pair
 from taskferry.checkpoints.huggingface import owns
 from taskferry.checkpoints.loaded import to_device
 from taskferry.checkpoints.models import resolve
+from taskferry.disk.files import writing
 from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import finished_groups
 from taskferry.disk.temporary import sweep, temporary_folder
@@ -114,11 +115,12 @@ def _on_disk(settings: MethodSettings, scratch: Path, work: Work, inputs: Inputs
 
 @contextmanager
 def _scratch(out: Path) -> Iterator[Path]:
-    """A folder beside the output for what a run block by block keeps on disk."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    sweep(out.parent, out.name[:80])
-    with temporary_folder(out.parent, f"{out.name[:80]}.blocks") as scratch:
-        yield scratch
+    """A folder beside the output for what a run block by block keeps on disk; a full disk is said as such."""
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        sweep(out.parent, out.name[:80])
+        with temporary_folder(out.parent, f"{out.name[:80]}.blocks") as scratch:
+            yield scratch
 
 
 def _lazy(given: str, device: str) -> LazyModel:
