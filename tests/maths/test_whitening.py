@@ -125,6 +125,15 @@ def test_rows_of_rounding_are_rows_of_zeros() -> None:
     assert unit(X[:0]).shape == (0, 6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_small_rows_are_no_rounding_in_any_dtype(dtype: torch.dtype) -> None:
+    """What is lost depends on the arithmetic, which is float32 at least, not on how the rows are stored."""
+    X = rows(20, 6, 0).to(dtype)
+    X[3] *= 2**-10
+    assert torch.allclose(unit(X).norm(dim=1), torch.ones(20))
+    assert unit(X).dtype == torch.float32
+
+
 class Together:
     """Processes of a job as threads of this one: what each gives waits until all have given theirs."""
 

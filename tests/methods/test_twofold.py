@@ -289,6 +289,21 @@ def as_float(batch: Batch) -> Batch:
     return replace(batch, inputs={n: x.float() if x.is_floating_point() else x for n, x in batch.inputs.items()})
 
 
+@pytest.mark.parametrize("target", [(16, 2), (24, 3)])
+def test_bfloat16_changes_it_no_more_than_bico(target: tuple[int, int]) -> None:
+    """Both see the same rounding of the same rows; small rows are rows, in whatever form they come."""
+    half = job("qwen2", (16, 2), target)
+    models = [copy.deepcopy(model).bfloat16() for model in (half.source, half.target)]
+    half = rebuilt(half, source=models[0], target=models[1])
+    single = rebuilt(half, source=copy.deepcopy(models[0]).float(), target=copy.deepcopy(models[1]).float())
+    twofold, bico = (
+        relative(flat(run(name, half, **own).tau), flat(run(name, single, **own).tau))
+        for name, own in (("twofold", {"scales": "one", "halfway": 0.0}), ("bico", {}))
+    )
+    assert bico < 0.05
+    assert twofold < 1.2 * bico
+
+
 def test_a_patch_embedding_stays_unless_asked_for_or_alone() -> None:
     given = helpful()
     name = "embeddings.patch_embeddings.projection.weight"

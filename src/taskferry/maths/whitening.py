@@ -74,8 +74,8 @@ def unit(X: Tensor) -> Tensor:
 
     The gradient of the first token's query in a causal model is zero, and 1e-9 of the others in float32.
     """
-    eps = torch.finfo(X.dtype).eps
     X = X.to(torch.promote_types(X.dtype, torch.float32))
+    eps = torch.finfo(X.dtype).eps  # of the arithmetic: a row of bfloat16 is rounded relative to itself alone
     norms = torch.linalg.vector_norm(X, dim=1, keepdim=True)
     largest = torch.where(torch.isfinite(norms), norms, 0.0).amax() if len(norms) else norms.sum()
     rounding = norms <= 16 * eps * largest  # what is not finite stays, for the solver to refuse
