@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from taskferry import Calibration, TaskferryError, TaskVector, fit
+from taskferry import Batch, Calibration, Prototypes, TaskferryError, TaskVector, fit
 from taskferry.methods import CannotMove, Job, Moved, Needs, Shown, TableRow, find, method, methods, registry, run
 from taskferry.methods.few_shot import assign_folds, best_steps
 from taskferry.methods.gradfix import descent_signs, singles
 from taskferry.methods.transfusion import Spaces, match_permutations
 from taskferry.sites import family_of
-from tests.helpers.tiny import TINY, job, relative, tuned
+from tests.helpers.tiny import TINY, double, job, rebuilt, relative, tuned
 from tests.properties.equivariant import Embedding, Equivariant, Widths, calibration, distance, loss, random_task_vector
 
 
@@ -249,6 +249,61 @@ def test_few_shot_is_plain_fine_tuning() -> None:
             assert relative(moved.deltas[name], change) < 1e-5, name
         else:
             assert not bool(change.any())
+
+
+class Noisy(nn.Module):
+    """Dropout and running means: another model in train mode, and another after every pass in it."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(d if i else 10, d) for i in range(2))
+        self.mean, self.dropout = nn.BatchNorm1d(d), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.mean(1) if x.ndim == 3 else x))
+        return self.dropout(self.mean(x))
+
+
+@pytest.mark.parametrize("name", ["few-shot", "gradfix", "distil"])
+def test_the_mode_of_the_target_neither_counts_nor_changes(name: str) -> None:
+    """Nothing is drawn by chance, no running mean moves, and every module is left in the mode in which it came."""
+    torch.manual_seed(3)
+    A, B = Noisy(8).double(), Noisy(8).double()
+    batches = [double(a) for a, _ in TINY["plain"].calibration(24, 6)]
+    tau = TaskVector.between(dict(A.named_parameters()), tuned(A))
+    given = Job.of(A, B, tau, Calibration((b, b) for b in batches), Prototypes())
+    settings = {"few-shot": {"steps": 2}, "distil": {"steps": 2, "start": "target"}}.get(name, {})
+    expected = run(name, rebuilt(given, source=A.eval(), target=B.eval()), **settings).tau
+    A.train()
+    B.train()
+    B.layers[0].eval()  # one that its owner keeps still
+    modes, buffers = [m.training for m in B.modules()], {n: b.clone() for n, b in B.named_buffers()}
+    found = run(name, given, **settings).tau
+    assert distance(found, expected) < 1e-12
+    assert [m.training for m in B.modules()] == modes
+    assert all(torch.equal(b, buffers[n]) for n, b in B.named_buffers())
+
+
+def test_few_shot_leaves_the_target_alone_after_an_error() -> None:
+    given = job("vit")
+    before, passes = {n: p.detach().clone() for n, p in given.target.named_parameters()}, 0
+    value = given.pair.objectives[1].bind(given.target, given.calibration.side(1))
+
+    def fails(_: nn.Module, batch: Batch) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        if passes == 6:
+            raise RuntimeError("no more memory")
+        return value(batch)
+
+    with pytest.raises(RuntimeError, match="no more memory"):
+        run("few-shot", rebuilt(given, objective=fails), steps=3)
+    assert all(torch.equal(p, before[n]) for n, p in given.target.named_parameters())
+    assert not any(
+        p.requires_grad != q.requires_grad
+        for p, q in zip(given.target.parameters(), job("vit").target.parameters(), strict=True)
+    )
 
 
 def test_few_shot_chooses_its_steps_inside_the_samples_and_starts_warm() -> None:

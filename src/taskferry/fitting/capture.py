@@ -73,18 +73,27 @@ def collect(
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Eval mode, and no parameter asks for a gradient; everything as before afterwards."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode; every module in its own mode afterwards, since some may have been kept still in a training model."""
     training = [module for module in model.modules() if module.training]
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.eval()
-    for parameter in trainable:
-        parameter.requires_grad_(False)
     try:
         yield
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Eval mode, and no parameter asks for a gradient; everything as before afterwards."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        with evaluating(model):
+            yield
+    finally:
         for parameter in trainable:
             parameter.requires_grad_(True)
 

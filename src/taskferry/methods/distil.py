@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from taskferry.calibration.augmentation import Views
 from taskferry.calibration.batch import Batch
 from taskferry.coverage import Coverage, Row
-from taskferry.fitting.capture import Loss, device_of
+from taskferry.fitting.capture import Loss, device_of, evaluating
 from taskferry.fitting.objectives import Classifier, Logits, Objective
 from taskferry.fitting.progress import Progress
 from taskferry.fitting.scale import choose_scale, losses_at, moved_by
@@ -59,6 +59,8 @@ def distil(
     base = {name: p.detach().clone() for name, p in target.named_parameters()}
     asked = {name: p.requires_grad for name, p in target.named_parameters()}
     with ExitStack() as moves:
+        for model in (job.source, target):
+            moves.enter_context(evaluating(model))
         moves.enter_context(moved_by(job.source, job.tau))(1.0)
         teacher = heads[0].logits(job.source, job.calibration.side(0))
         taught = Taught(Views(job.calibration, views, seed), teacher, device_of(job.source))
@@ -130,12 +132,11 @@ def learn(
     seed: int,
     progress: Progress | None = None,
 ) -> None:
-    """AdamW on what asks for a gradient, in eval mode; ten steps of warm-up, then half a cosine down to nothing."""
+    """AdamW on what asks for a gradient; ten steps of warm-up, then half a cosine down to nothing."""
     optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.0)
-    device, training = device_of(model), model.training
+    device = device_of(model)
     generator = torch.Generator().manual_seed(seed)
     waiting: list[int] = []
-    model.eval()
     for step in range(steps):
         while len(waiting) < min(batch, len(taught)):
             waiting += torch.randperm(len(taught), generator=generator).tolist()
@@ -150,7 +151,6 @@ def learn(
         if progress is not None:
             progress("distil", step + 1, steps)
     optimiser.zero_grad()
-    model.train(training)
 
 
 def _row(name: str, shape: tuple[int, ...], moved: bool, learns: bool) -> Row:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from taskferry.calibration.batch import Batch
 from taskferry.coverage import Coverage, Row
-from taskferry.fitting.capture import Loss, device_of
+from taskferry.fitting.capture import Loss, device_of, evaluating
 from taskferry.fitting.objectives import Classifier, Objective
 from taskferry.fitting.scale import calibration_loss, moved_by
 from taskferry.methods import CannotMove, Job, Moved, Needs, Shown, TableRow, method, run
@@ -50,11 +50,13 @@ def few_shot(
         set_scale(1.0)
         begin = {name: p.detach().clone() for name, p in job.target.named_parameters()}
         loss = objective.bind(job.target, batches)
-        if steps == "auto":
-            steps = best_steps(job.target, objective, batches, begin, learning_rate, folds)
-        train(job.target, loss, batches, steps, learning_rate)
-        after = {name: p.detach().clone() for name, p in job.target.named_parameters()}
-        restore(job.target, begin)
+        try:
+            if steps == "auto":
+                steps = best_steps(job.target, objective, batches, begin, learning_rate, folds)
+            train(job.target, loss, batches, steps, learning_rate)
+            after = {name: p.detach().clone() for name, p in job.target.named_parameters()}
+        finally:
+            restore(job.target, begin)
     moved = TaskVector.between(base, after)
     rows = [
         Row(
@@ -140,20 +142,24 @@ def train(
     learning_rate: float,
     optimiser: torch.optim.Optimizer | None = None,
 ) -> torch.optim.Optimizer:
-    """Full-batch AdamW on the mean loss a sample, in eval mode: few samples, no noise beside their own."""
+    """Full-batch AdamW on the mean loss a sample, in eval mode."""
+    # Dropout would make the chosen steps and the result depend on chance, and running means are no parameters: a task
+    # vector could not carry them, and the target would not be left as it was. The same samples in other micro-batches
+    # give the same result in eval mode alone. The vision transformers of the paper's tables have neither.
     before = [parameter.requires_grad for parameter in model.parameters()]
-    model.requires_grad_(True)
     samples, device = sum(len(batch) for batch in batches), device_of(model)
     optimiser = optimiser or torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.1)
-    with torch.enable_grad():
-        for _ in range(steps):
-            optimiser.zero_grad()
-            for batch in batches:
-                (loss(batch.to(device)) / samples).backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-    optimiser.zero_grad()
-    for parameter, flag in zip(model.parameters(), before, strict=True):
-        parameter.requires_grad_(flag)
+    try:
+        with evaluating(model.requires_grad_(True)), torch.enable_grad():
+            for _ in range(steps):
+                optimiser.zero_grad()
+                for batch in batches:
+                    (loss(batch.to(device)) / samples).backward()  # type: ignore[no-untyped-call]
+                optimiser.step()
+    finally:
+        optimiser.zero_grad()
+        for parameter, flag in zip(model.parameters(), before, strict=True):
+            parameter.requires_grad_(flag)
     return optimiser
 
 
