@@ -84,7 +84,7 @@ def test_the_six_samplers() -> None:
         chosen = take(name)
         assert len(set(chosen)) == 40
         assert chosen == take(name)
-        assert set(chosen) != set(take(name, seed=1)) or name == "half-class"
+        assert (set(chosen) == set(take(name, seed=1))) == name.startswith("centroid") or name == "half-class"
     counts = [sum(LABELS[i] == c for i in take("class-balanced")) for c in range(5)]
     assert counts == [8] * 5
     assert len({LABELS[i] for i in take("half-class")}) == 2
@@ -96,6 +96,22 @@ def test_the_six_samplers() -> None:
     distance = (FEATURES - centre[y]).norm(dim=1)
     assert distance[take("centroid-near")].mean() < distance.mean() < distance[take("centroid-far")].mean()
     assert set(take("centroid-near")) & set(take("centroid-far")) == set()
+
+
+@pytest.mark.parametrize("n", [40, 43])
+def test_centroid_samplers_take_the_nearest_and_the_farthest(n: int) -> None:
+    """The paper: examples closest to their class's centroid, or farthest from it; whatever the seed."""
+    y = torch.tensor(LABELS)
+    for sampler, sign in (("centroid-near", 1), ("centroid-far", -1)):
+        chosen = choose(200, n, labels=LABELS, sampler=sampler, features=lambda: FEATURES, seed=4)  # type: ignore[arg-type]
+        assert len(chosen) == n
+        for c in range(5):
+            members = (y == c).nonzero()[:, 0]
+            far = (FEATURES[members] - FEATURES[members].mean(0)).norm(dim=1)
+            mine = [i for i in chosen if LABELS[i] == c]
+            assert len(mine) in (n // 5, -(-n // 5))
+            assert set(mine) == set(members[(sign * far).argsort()[: len(mine)]].tolist())
+        assert [LABELS[i] for i in chosen] != sorted(LABELS[i] for i in chosen)
 
 
 def test_samplers_that_cannot_be_served() -> None:

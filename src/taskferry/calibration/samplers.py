@@ -28,7 +28,7 @@ def choose(
     """Indices of the samples to use, in random order, the same for the same seed.
 
     `per_class` takes that many of each class and overrides `n`. `features` gives [total, d] and is called for the
-    centroid samplers only. All samples are used where there are no more than asked for.
+    centroid samplers only, whose samples are the same for every seed. All samples are used where there are no more than asked for.
     """
     if sampler not in get_args(Sampler):
         raise TaskferryError(f"no sampler '{sampler}': one of {', '.join(get_args(Sampler))}")
@@ -54,13 +54,10 @@ def choose(
         if features is None:
             raise TaskferryError(f"the sampler '{sampler}' needs features")
         distance = _distance_to_centroid(features(), labels)
-        # Twice as many as are needed, by distance: within them the seed draws.
-        nearest = 2 * -(-n // len(classes))
-        rank = {i: place for place, i in enumerate(order)}
         for members in by_class.values():
             members.sort(key=lambda i: distance[i], reverse=sampler == "centroid-far")
-            del members[nearest:]
-            members.sort(key=lambda i: rank[i])
+        chosen = set(_round_robin([by_class[c] for c in classes], n))
+        return [i for i in order if i in chosen]
     return _round_robin([by_class[c] for c in classes], n)
 
 
