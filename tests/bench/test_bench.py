@@ -80,6 +80,11 @@ def test_a_mover_scales_what_its_method_did_not() -> None:
     auto, best, _ = mover.move("bico, automatic scale")
     assert auto is moved  # computed once
     assert best == given.best_scale(moved).best
+    masked, scale, _ = mover.move("gradfix")
+    assert scale == 1.0
+    auto, best, _ = mover.move("gradfix, automatic scale")
+    assert auto is masked
+    assert best != 1.0
     own, scale, _ = mover.move("twofold")  # at its best already, or refused
     curve = run("twofold", given).curve
     assert curve is not None

@@ -16,6 +16,7 @@ from taskferry.methods.few_shot import assign_folds, best_steps
 from taskferry.methods.gradfix import descent_signs, singles
 from taskferry.methods.transfusion import Spaces, match_permutations
 from taskferry.sites import family_of
+from taskferry.sites.family import HEAD
 from tests.helpers.tiny import TINY, double, job, rebuilt, relative, tuned
 from tests.properties.equivariant import Embedding, Equivariant, Widths, calibration, distance, loss, random_task_vector
 
@@ -228,6 +229,68 @@ def test_transfusion_says_what_it_cannot_do() -> None:
         run("transfusion", job("vit", (16, 2), (24, 2)))
     with pytest.raises(CannotMove, match="rotary"):
         run("transfusion", job("llama"))
+
+
+# heads that never move
+
+
+def with_heads(name: str, source: int, target: int, depths: tuple[int, int] = (2, 2)) -> Job:
+    """A job between models of equal width whose heads know so many classes; 0 is no head at all."""
+    given = job(name, (16, depths[0]), (16, depths[1]))
+    torch.manual_seed(0)
+    for model, count in ((given.source, source), (given.target, target)):
+        head = nn.Linear(16, count).double() if count else nn.Identity()
+        setattr(model, "head" if name == "timm" else "classifier", head)
+    tau = TaskVector.between(dict(given.source.named_parameters()), tuned(given.source))
+    return rebuilt(given, tau=tau)
+
+
+@pytest.mark.parametrize("name", ["gradfix", "transfusion", "naive"])
+@pytest.mark.parametrize("classes", [(3, 3), (5, 3), (5, 0), (0, 3)])
+def test_a_head_that_does_not_move_may_differ(name: str, classes: tuple[int, int]) -> None:
+    given = with_heads("timm", *classes)
+    moved = run(name, given).tau
+    body = {n for n in given.tau.deltas if not n.startswith("head.")}
+    assert {n for n in moved.deltas if not n.startswith("head.")} == body
+    moved.add_to(copy.deepcopy(given.target))
+    assert moved.coverage is not None
+    assert [row.parameter for row in moved.coverage] == [n for n, _ in given.target.named_parameters()]
+    if classes[0] != classes[1]:
+        assert not any(n.startswith("head.") for n in moved.deltas)
+    if name != "naive" and classes == (5, 3):
+        assert moved.coverage["head.weight"].reason == HEAD
+        assert moved.coverage.unused == {"head.weight": HEAD, "head.bias": HEAD}
+
+
+def test_a_classifier_that_does_not_move_may_differ() -> None:
+    given = with_heads("bert-classifier", 5, 3)
+    moved = run("gradfix", given).tau
+    assert set(given.tau.deltas) - set(moved.deltas) == {"classifier.weight", "classifier.bias"}
+
+
+def test_a_head_that_differs_changes_nothing_else() -> None:
+    """The mask of a layer is that of the target alone, and permutations are found without the heads."""
+    for name in ("gradfix", "transfusion"):
+        same, other = (run(name, with_heads("timm", classes, 3)).tau for classes in (0, 5))
+        assert all(torch.equal(other.deltas[n], d) for n, d in same.deltas.items())
+
+
+@pytest.mark.parametrize("name", ["gradfix", "transfusion"])
+def test_a_body_that_differs_is_refused_whatever_the_change(name: str) -> None:
+    deeper = with_heads("timm", 5, 3, (2, 3))
+    wider = job("timm", (16, 2), (24, 2))
+    for given in (deeper, rebuilt(deeper, tau=deeper.tau.take(["blocks.0.mlp.fc1.weight"]))):
+        with pytest.raises(
+            CannotMove, match=r"blocks\.2\.\S+ is no such parameter in the source, \(\d+.*\) in the target"
+        ):
+            run(name, given)
+    for given in (wider, rebuilt(wider, tau=wider.tau.take(["blocks.0.mlp.fc1.weight"]))):
+        with pytest.raises(CannotMove, match=r"needs models of equal shape: \S+ is \(\d+.*\) in the source, \(\d+"):
+            run(name, given)
+    table = job("timm")
+    table.target.pos_embed = nn.Parameter(table.target.pos_embed[:, :-1])
+    with pytest.raises(CannotMove, match=r"pos_embed is \(1, 17, 16\) in the source, \(1, 16, 16\) in the target"):
+        run(name, table)  # the task vector changes it
 
 
 # few-shot

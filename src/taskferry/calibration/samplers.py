@@ -28,7 +28,8 @@ def choose(
     """Indices of the samples to use, in random order, the same for the same seed.
 
     `per_class` takes that many of each class and overrides `n`. `features` gives [total, d] and is called for the
-    centroid samplers only, whose samples are the same for every seed. All samples are used where there are no more than asked for.
+    centroid samplers only, whose samples are the same for every seed. All samples are used where there are no more
+    than asked for.
     """
     if sampler not in get_args(Sampler):
         raise TaskferryError(f"no sampler '{sampler}': one of {', '.join(get_args(Sampler))}")

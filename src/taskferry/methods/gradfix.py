@@ -14,11 +14,13 @@ from taskferry.fitting.capture import Loss, device_of, evaluating
 from taskferry.methods import Job, Moved, Needs, Shown, TableRow, method, need_equal_shapes
 from taskferry.taskvector import Delta, TaskVector, as_dense
 
-
-@method(
-    needs=Needs(gradients=True, whole=True),
-    shown=Shown(4, "nothing was trained", (TableRow("gradfix", passes=(0.0, 1.0), curve=4),)),
+ROWS = (
+    TableRow("gradfix", passes=(0.0, 1.0), curve=4),
+    TableRow("gradfix, automatic scale", auto_scale=True, passes=(0.0, 5.0)),
 )
+
+
+@method(needs=Needs(gradients=True, whole=True), shown=Shown(4, "nothing was trained", ROWS))
 def gradfix(
     job: Job,
     *,
@@ -28,25 +30,26 @@ def gradfix(
 ) -> Moved:
     """Mask the change by the sign of one descent step of the target: only agreeing entries are added.
 
-    Needs equal shapes. An entry stays where it points against the gradient of the target's loss on the calibration set.
+    Needs equal shapes, but for a head. An entry stays where it points against the gradient of the target's loss on the
+    calibration set.
     """
-    need_equal_shapes("gradfix", job)
+    stay = need_equal_shapes("gradfix", job)
+    changes = {name: delta for name, delta in job.tau.deltas.items() if name not in stay}
     parameters = dict(job.target.named_parameters())
     batches = job.calibration.side(1)
     loss = job.pair.objectives[1].bind(job.target, batches)
-    direction = descent_signs(job.target, loss, batches, list(job.tau.deltas), vote)
+    direction = descent_signs(job.target, loss, batches, list(changes), vote)
     deltas: dict[str, Delta] = {}
     rows = []
     for name, parameter in parameters.items():
         shape = tuple(parameter.shape)
-        if name not in job.tau.deltas:
-            rows.append(Row(name, shape, "kept", NO_CHANGE))
+        if name not in changes:
+            rows.append(Row(name, shape, "kept", stay.get(name, NO_CHANGE)))
             continue
-        delta = job.tau.deltas[name]
-        change = as_dense(delta)
+        change = as_dense(changes[name])
         deltas[name] = change * (change.sign() == direction[name].to(change))
         rows.append(Row(name, shape, "moved", "", (name,)))
-    return Moved(TaskVector(deltas, Coverage(tuple(rows))))
+    return Moved(TaskVector(deltas, Coverage(tuple(rows), stay)))
 
 
 def descent_signs(model: nn.Module, loss: Loss, batches: list[Batch], names: list[str], vote: str) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, ValidationError, create_model
 from torch import nn
 
 from taskferry.calibration.batch import Calibration
-from taskferry.engines.pair import CannotMove, ModelPair, Moved
+from taskferry.engines.pair import CannotMove, ModelPair, Moved, shapes
 from taskferry.engines.whole import WholePair, unchanged
 from taskferry.errors import TaskferryError
 from taskferry.fitting.objectives import AnyObjective
@@ -29,6 +29,8 @@ from taskferry.fitting.scale import EVALUATIONS, ScaleCurve, choose_scale
 from taskferry.fitting.solve import MapOptions
 from taskferry.fitting.statistics import Capture
 from taskferry.maths.procrustes import DEFAULT_TOLERANCE, RankPolicy
+from taskferry.sites import family_of
+from taskferry.sites.family import HEAD
 from taskferry.taskvector import TaskVector
 
 MapRank = Annotated[RankPolicy, "directions kept: those the samples show, or all"]
@@ -256,13 +258,19 @@ def run(name: str, job: Job, **settings: Any) -> Moved:
     return find(name).move(job, settings)
 
 
-def need_equal_shapes(name: str, job: Job) -> None:
-    """Refuse a pair whose parameters do not all have the same names and shapes."""
-    A, B = ({n: tuple(p.shape) for n, p in m.named_parameters()} for m in (job.source, job.target))
-    for parameter in [*B, *A]:
+def need_equal_shapes(name: str, job: Job) -> dict[str, str]:
+    """Refuse a pair whose parameters differ in name or shape; returns the changes that stay behind, with the reason.
+
+    Only what moves has to be equal: what the task vector changes, and every layer that could take a change. A head
+    that differs stays as it is.
+    """
+    A, B = shapes(job.source), shapes(job.target)
+    heads = {n for model in (job.source, job.target) for n in shapes(model) if family_of(model).is_head(n)}
+    layers = {n for pair in job.pair.pairs for site in (pair.source, pair.target) for n in (site.weight, site.bias)}
+    for parameter in (n for n in [*B, *A] if n in layers | job.tau.deltas.keys() and n not in heads):
         if A.get(parameter) != B.get(parameter):
-            shapes = [str(side.get(parameter, "no such parameter")) for side in (A, B)]
+            found = [str(side.get(parameter, "no such parameter")) for side in (A, B)]
             raise CannotMove(
-                f"{name} needs models of equal shape: {parameter} is {shapes[0]} in the source, "
-                f"{shapes[1]} in the target"
+                f"{name} needs models of equal shape: {parameter} is {found[0]} in the source, {found[1]} in the target"
             )
+    return {n: HEAD for n in job.tau.deltas if A.get(n) != B.get(n)}

@@ -8,8 +8,8 @@ is permuted with it, so the permuted source computes the same function as before
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import torch
@@ -34,16 +34,18 @@ Axis = tuple[str, int, Site | None, str]  # parameter, axis of the site's or par
 def transfusion(job: Job, *, iterations: Annotated[int, "rounds over all spaces, at most"] = 30) -> Moved:
     """Permute the source's units onto the target's, then add the permuted change. Needs no calibration set."""
     A, B = (dict(model.named_parameters()) for model in (job.source, job.target))
-    need_equal_shapes("transfusion", job)
-    spaces = Spaces.of(job.source)
+    stay = need_equal_shapes("transfusion", job)
+    spaces = Spaces.of(job.source).among({n for n, p in A.items() if n in B and p.shape == B[n].shape})
     order = match_permutations(spaces, A, B, iterations)
-    moved = spaces.permute({n: as_dense(d) for n, d in job.tau.deltas.items()}, order)
+    moved = spaces.permute({n: as_dense(d) for n, d in job.tau.deltas.items() if n not in stay}, order)
     deltas: dict[str, Delta] = {name: moved[name] for name in B if name in moved}
     rows = [
-        Row(n, tuple(p.shape), "moved", "", (n,)) if n in deltas else Row(n, tuple(p.shape), "kept", NO_CHANGE)
+        Row(n, tuple(p.shape), "moved", "", (n,))
+        if n in deltas
+        else Row(n, tuple(p.shape), "kept", stay.get(n, NO_CHANGE))
         for n, p in B.items()
     ]
-    return Moved(TaskVector(deltas, Coverage(tuple(rows))))
+    return Moved(TaskVector(deltas, Coverage(tuple(rows), stay)))
 
 
 @dataclass
@@ -95,6 +97,11 @@ class Spaces:
                 continue
             spaces._add(residual, name, parameter.ndim - 1, None, width)
         return spaces
+
+    def among(self, names: Collection[str]) -> Spaces:
+        """The same spaces, seen in these parameters alone: one that the other model lacks has nothing to be held to."""
+        axes = {space: [axis for axis in found if axis[0] in names] for space, found in self.axes.items()}
+        return replace(self, axes=axes)
 
     def _add(self, space: str, parameter: str, axis: int, site: Site | None, size: int) -> None:
         if self.sizes.setdefault(space, size) != size:

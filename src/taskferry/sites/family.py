@@ -38,8 +38,7 @@ class Family:
         path = inside if block is not None else linear.path
         role = _first(self.roles, path) or path
         stack = _first(self.stacks, prefix)
-        is_head = block is None and any(re.search(head, linear.path) for head in self.heads)
-        fixed = HEAD if is_head else None
+        fixed = HEAD if self.is_head(linear.path) else None
         return Site(
             name=linear.path,
             weight=linear.weight,
@@ -52,6 +51,10 @@ class Family:
             transposed=linear.transposed,
             fixed=fixed,
         )
+
+    def is_head(self, path: str) -> bool:
+        """Whether a module or parameter outside the blocks belongs to a task head."""
+        return split_path(path)[1] is None and any(re.search(head, path) for head in self.heads)
 
     def parts(self, model: nn.Module, path: str, rows: int, columns: int) -> tuple[tuple[str, int], ...]:  # noqa: ARG002
         """(name, rows) of each output space packed in one matrix, in order; empty for a plain one."""
