@@ -17,7 +17,7 @@ from taskferry.calibration.batch import IGNORED, Batch
 from taskferry.display.bars import Tell, told
 from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import device_of, frozen
-from taskferry.fitting.objectives import Classifier, Objective
+from taskferry.fitting.objectives import Classifier, Objective, next_labels
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def evaluate(
 
 def _predicted(batch: Batch, shifted: bool) -> int:
     """Tokens that a language model predicts, samples for any other loss; a causal model predicts no first token."""
-    labels = batch.inputs.get("labels")
-    if labels is None:
+    if "labels" not in batch.inputs:
         return len(batch)
-    return int(((labels[:, 1:] if shifted else labels) != IGNORED).sum())
+    labels = next_labels(batch.inputs) if shifted else batch.inputs["labels"]
+    return int((labels != IGNORED).sum())

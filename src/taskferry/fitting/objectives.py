@@ -10,7 +10,7 @@ the micro-batches does not matter; the maps do not depend on its scale.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -86,7 +86,8 @@ class Head(Classifier):
 
     def logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:  # noqa: ARG002
         """The model's logits."""
-        return lambda batch: _logits(model(**batch.inputs))
+        family = family_of(model)
+        return lambda batch: _logits(model(**family.arguments(model, batch)))
 
 
 @dataclass(frozen=True)
@@ -244,16 +245,18 @@ class LanguageModel(Objective):
     def bind(self, model: nn.Module, batches: Sequence[Batch]) -> Loss:  # noqa: ARG002
         """Summed cross-entropy over tokens."""
         shifted = not bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        family = family_of(model)
 
         def loss(batch: Batch) -> Tensor:
             labels = batch.inputs.get("labels")
             if labels is None:
                 raise TaskferryError("a language model needs inputs['labels']: text_calibration(…, causal=True)")
             # Causal models would compute a mean loss of their own from labels; a cache would keep memory.
-            inputs = {k: v for k, v in batch.inputs.items() if not (shifted and k == "labels")}
+            given = family.arguments(model, batch)
+            inputs = {k: v for k, v in given.items() if not (shifted and k == "labels")}
             scores = _logits(model(**inputs, use_cache=False))
             if shifted:
-                scores, labels = scores[:, :-1], labels[:, 1:]
+                scores, labels = scores[:, :-1], next_labels(batch.inputs)
             return F.cross_entropy(
                 scores.flatten(0, 1).float() if scores.dtype.itemsize < 4 else scores.flatten(0, 1),
                 labels.flatten().to(scores.device),
@@ -274,10 +277,16 @@ class ForwardOnly(Objective):
 
         def run(batch: Batch) -> Tensor:
             if is_language_model(model):
-                return _logits(model(**batch.inputs, use_cache=False)).sum()
+                return _logits(model(**family.arguments(model, batch), use_cache=False)).sum()
             return family.features(model, batch).sum()
 
         return run
+
+
+def next_labels(inputs: Mapping[str, Tensor]) -> Tensor:
+    """[n, L − 1] what a causal model predicts at each position: padding in front of a text does not predict it."""
+    labels, mask = inputs["labels"][:, 1:], inputs.get("attention_mask")
+    return labels if mask is None else labels.masked_fill(mask[:, :-1].to(labels.device) == 0, IGNORED)
 
 
 def is_language_model(model: nn.Module) -> bool:

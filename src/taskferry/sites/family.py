@@ -74,9 +74,13 @@ class Family:
             )
         }
 
+    def arguments(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:  # noqa: ARG002
+        """What the model is called with for a micro-batch."""
+        return dict(batch.inputs)
+
     def features(self, model: nn.Module, batch: Batch) -> Tensor:
         """One vector a sample, [n, d], for a probe or prototypes."""
-        output = model(**batch.inputs)
+        output = model(**self.arguments(model, batch))
         if not isinstance(output, Tensor):
             raise TaskferryError(
                 f"{type(model).__name__} returns {type(output).__name__}, not a tensor of features: "

@@ -5,6 +5,7 @@ transformers itself is never imported: a model brings its classes, and its `conf
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -104,6 +105,14 @@ class HuggingFace(Family):
                 layouts["tokens"] = image
         return layouts
 
+    def arguments(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """With positions where padding on the left would shift those that the model counts."""
+        inputs = dict(batch.inputs)
+        mask = inputs.get("attention_mask")
+        if mask is None or mask.ndim != 2 or bool(mask[:, 0].all()) or not _takes_positions(model):
+            return inputs
+        return {"position_ids": (mask.long().cumsum(1) - 1).clamp_min(0), **inputs}
+
     def features(self, model: nn.Module, batch: Batch) -> Tensor:
         """The class token of an image model, the image embedding of CLIP, the mean token of a text model."""
         config: Any = model.config
@@ -115,8 +124,9 @@ class HuggingFace(Family):
         body: Any = getattr(model, "base_model", model)
         if getattr(config, "is_encoder_decoder", False):
             body = body.get_encoder()
-        names = ("input_ids", "attention_mask", "token_type_ids", "pixel_values", "input_features")
-        hidden: Tensor = body(**{k: v for k, v in inputs.items() if k in names}).last_hidden_state
+        names = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixel_values", "input_features")
+        given = self.arguments(body, batch)
+        hidden: Tensor = body(**{k: v for k, v in given.items() if k in names}).last_hidden_state
         if "pixel_values" in inputs:
             return hidden[:, 0] if _class_tokens(config) else hidden.mean(1)
         mask = inputs.get("attention_mask")
@@ -129,6 +139,20 @@ class HuggingFace(Family):
         """CLIP's text embedding."""
         output = model.get_text_features(**tokens)  # type: ignore[operator]
         return output if isinstance(output, Tensor) else output.pooler_output
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    """Whether the places of a text's tokens can be given, counted from 0, to a model that would not look at the mask.
+
+    A table with a row for padding (RoBERTa) or with more rows than places (OPT) is read by counts of the model's own.
+    """
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False) or hasattr(config, "vision_config"):
+        return False
+    places = getattr(config, "max_position_embeddings", None)
+    tables = (m for name, m in model.named_modules() if isinstance(m, nn.Embedding) and "position" in name)
+    own = any(table.padding_idx is not None or table.num_embeddings != places for table in tables)
+    return not own and "position_ids" in inspect.signature(model.forward).parameters
 
 
 def _class_tokens(vision: Any) -> int:
