@@ -83,6 +83,61 @@ def test_as_many_samples_as_tokens(size: int) -> None:
     assert all(relative(other.deltas[n], d) < 1e-6 for n, d in expected.deltas.items())
 
 
+class SequenceFirst(nn.Module):
+    """Layers on [L, n, d], as fairseq's and Longformer's queries are, between layers on [n, L, d]."""
+
+    def __init__(self, d: int, turned: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(d)
+        self.start, self.turned = nn.Linear(6, d), turned
+        self.layers = nn.ModuleList(nn.Linear(d, d) for _ in range(3))
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.start(x)
+        seen = torch.ones(x.shape[:2], dtype=x.dtype) if attention_mask is None else attention_mask.to(x)
+        for i, layer in enumerate(self.layers):
+            x = x + (seen[..., None] * x).cumsum(1) / x.shape[1]  # tokens of a sample meet
+            turn = self.turned and i != 1
+            x = x + torch.tanh(layer(x.transpose(0, 1)).transpose(0, 1) if turn else layer(x))
+        return x * seen[..., None]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("turned", [(True, False), (False, True), (True, True)])
+def test_as_many_samples_as_tokens_on_any_layout(turned: tuple[bool, bool], masked: bool) -> None:
+    """A layer on [L, n, d] is known by it from one sample, so 5 samples of 5 tokens are not mixed up."""
+    A, B = SequenceFirst(7, turned[0]).double(), SequenceFirst(9, turned[1]).double()
+    tau = TaskVector.between(dict(A.named_parameters()), tuned(A))
+    whole = {"x": sequences(15).pairs[0][0].inputs["x"]}
+    if masked:
+        whole["attention_mask"] = (torch.arange(5) <= torch.arange(15)[:, None] % 5).long()
+
+    def moved(micro_batch: int) -> TaskVector:
+        cut = [Batch({k: v[i : i + micro_batch] for k, v in whole.items()}) for i in range(0, 15, micro_batch)]
+        return fit(A, B, Calibration((b, b) for b in cut), squares).apply(tau)
+
+    expected, other = moved(3), moved(5)
+    assert all(relative(other.deltas[n], d) < 1e-9 for n, d in expected.deltas.items())
+    assert all(relative(moved(15).deltas[n], d) < 1e-9 for n, d in expected.deltas.items())
+
+
+def test_one_sample_is_looked_at_only_where_the_layout_is_in_doubt() -> None:
+    """A family that knows its length tells that no micro-batch is as long."""
+    seen: list[int] = []
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        seen.append(len(batch))
+        return squares(model, batch)
+
+    A = SequenceFirst(7).double()
+    for length, expected in ((5, [4, 4]), (4, [1, 1, 4, 4])):
+        x = sequences(4, length).pairs[0][0].inputs["x"]
+        batch = Batch({"x": x, "attention_mask": torch.ones(4, length)})
+        seen.clear()
+        fit(A, A, Calibration([(batch, batch)]), loss)
+        assert seen == expected
+
+
 class Twice(nn.Module):
     """a and b read x, and b is used again on something else."""
 

@@ -37,6 +37,9 @@ class Side:
     model: nn.Module
     loss: Loss
     weights: Mapping[str, Tensor] = field(default_factory=dict)  # what is used in place of a sharded parameter
+    turned: dict[str, bool] = field(
+        default_factory=dict
+    )  # site -> whether it works on [L, n, d], as far as it was seen
 
     @property
     def family(self) -> Family:
@@ -61,6 +64,8 @@ def collect(
     Memory: what is kept, one graph at a time, and the source's activations and gradients of one micro-batch.
     """
     by_target = {pair.target.name: pair for pair in pairs}
+    _look_at_one(source, [pair.source for pair in by_target.values()], [A for A, _ in calibration])
+    _look_at_one(target, [pair.target for pair in by_target.values()], [B for _, B in calibration])
     copy = False
     with torch.inference_mode(False), frozen(source.model), frozen(target.model), torch.enable_grad():
         for number, (batch_A, batch_B) in enumerate((*calibration, *uncounted)):
@@ -233,6 +238,25 @@ class _MicroBatch(Generic[S]):
         return self.matches[key]
 
 
+def _look_at_one(side: Side, sites: Sequence[Site], batches: Sequence[Batch]) -> None:
+    """Show the model one sample, where as many samples as tokens could hide which of them a layer has first.
+
+    Not where the engine has the weights of one block alone, or other ranks wait for each pass: there the other
+    micro-batches tell, and [n, L, d] is taken where none does.
+    """
+    if side.weights or any(parameter.is_meta for parameter in side.model.parameters()):
+        return
+    streams = {site.stream for site in sites}
+    for batch in batches:
+        layouts = side.family.layouts(side.model, batch)
+        lengths = {layouts.get(stream, Layout()).length for stream in streams}
+        if len(batch) > 1 and lengths & {None, len(batch)}:
+            with torch.inference_mode(False), frozen(side.model), torch.no_grad():
+                one = batch.take([0]).to(device_of(side.model))
+                _watch(side, one, sites, lambda *_: None, lambda *_: None, {})
+            return
+
+
 def _weight(side: Side, site: Site) -> Tensor:
     weight = side.weights.get(site.weight)
     return site.read((side.model.get_parameter(site.weight) if weight is None else weight).detach())
@@ -248,17 +272,7 @@ def _pass(
     capture: Capture,
 ) -> None:
     """One forward pass, and a backward pass where gradients are asked for."""
-    lengths = {stream: layout.length for stream, layout in layouts.items() if layout.length is not None}
-    with Recorder(
-        side.model,
-        sites,
-        samples=len(batch),
-        on_forward=on_forward,
-        on_gradient=on_gradient,
-        lengths=lengths,
-        weights=side.weights,
-    ):
-        loss = side.loss(batch)
+    loss = _watch(side, batch, sites, on_forward, on_gradient, layouts)
     if not capture.backward:
         return
     if loss.ndim or not bool(torch.isfinite(loss)):
@@ -269,3 +283,26 @@ def _pass(
     if not loss.requires_grad:
         return  # it depends on none of these sites (a pooler that nobody reads): they stay unreached
     loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _watch(
+    side: Side,
+    batch: Batch,
+    sites: Iterable[Site],
+    on_forward: OnForward,
+    on_gradient: OnGradient,
+    layouts: Mapping[str, Layout],
+) -> Tensor:
+    """The loss of a micro-batch, its sites recorded."""
+    lengths = {stream: layout.length for stream, layout in layouts.items() if layout.length is not None}
+    with Recorder(
+        side.model,
+        sites,
+        samples=len(batch),
+        on_forward=on_forward,
+        on_gradient=on_gradient,
+        lengths=lengths,
+        weights=side.weights,
+        turned=side.turned,
+    ):
+        return side.loss(batch)

@@ -58,9 +58,11 @@ class Recorder(TorchFunctionMode):
         on_gradient: OnGradient,
         lengths: Mapping[str, int] | None = None,  # tokens of a sample in each stream, where known
         weights: Mapping[str, Tensor] | None = None,  # what is used in place of a sharded parameter
+        turned: dict[str, bool] | None = None,  # site -> whether it works on [L, n, d]: what is known, and is learned
     ) -> None:
         super().__init__()
         self.samples = samples
+        self.turned = {} if turned is None else turned
         self.lengths = lengths or {}
         self.on_forward = on_forward
         self.on_gradient = on_gradient
@@ -171,13 +173,16 @@ class Recorder(TorchFunctionMode):
     def _as_tokens(self, site: Site, x: Tensor) -> Tensor | None:
         """[n, L, d] from [n, d], [n, L, d], [n, H, W, d], [L, n, d] or [n · L, d].
 
-        None for rows that are no tokens of the samples: an expert's routed tokens, a layer that mixes samples.
+        As many samples as tokens lie as the site's other calls have shown. None for rows that are no tokens of the
+        samples: an expert's routed tokens, a layer that mixes samples.
         """
         n = self.samples
+        if x.ndim == 3 and n in x.shape[:2] and x.shape[0] != x.shape[1]:
+            self.turned[site.name] = x.shape[0] != n
+        if x.ndim == 3 and x.shape[1] == n and self.turned.get(site.name):
+            return x.transpose(0, 1)
         if x.shape[0] == n:
             return x.reshape(n, -1, x.shape[-1])
-        if x.ndim == 3 and x.shape[1] == n:
-            return x.transpose(0, 1)
         length, rest = divmod(x.shape[:-1].numel(), n)
         expected = self.lengths.get(site.stream)
         if rest or (expected is not None and length not in (1, expected)):
