@@ -70,16 +70,19 @@ def test_blocks_move_what_whole_models_move(name: str, depths: tuple[int, int], 
     for side in ("source", "target"):
         assert one.provenance[side] == other.provenance[side]
     scales = [0.0, 0.5, 1.0]
-    assert blocks.losses(other.tau, scales) == pytest.approx(whole.losses(one.tau, scales), rel=1e-6)
+    for found, known in zip(blocks.losses([other.tau], scales), whole.losses([one.tau], scales), strict=True):
+        assert found == pytest.approx(known, rel=1e-6)
     at = dict.fromkeys(one.tau.deltas, 0.7)
-    slopes, same = blocks.slopes(other.tau, at, [0, 1]), whole.slopes(one.tau, at, [0, 1])
+    slopes, same = blocks.slopes([other.tau], at), whole.slopes([one.tau], at)
     assert slopes == pytest.approx(same, rel=1e-4, abs=1e-4 * max(map(abs, same.values())))
 
 
 def test_blocks_know_their_micro_batches_by_number(tmp_path: Path) -> None:
     """A head that is made from features runs the model below its head: the batch cannot be told from that call."""
     whole, blocks, tau = pairs(MASKED, (2, 3), tmp_path)
-    assert blocks.losses(TaskVector({}), [0.0]) == pytest.approx(whole.losses(TaskVector({}), [0.0]), rel=1e-6)
+    assert blocks.losses([TaskVector({})], [0.0])[0] == pytest.approx(
+        whole.losses([TaskVector({})], [0.0])[0], rel=1e-6
+    )
     one, other = run("bico", Job(whole, tau)).tau, run("bico", Job(blocks, tau)).tau
     for parameter, change in one.deltas.items():
         assert relative(other.deltas[parameter], change) < 1e-6, parameter  # type: ignore[arg-type]
@@ -107,7 +110,7 @@ def test_all_scales_of_a_round_read_the_weights_once(tmp_path: Path, monkeypatch
     counts = []
     for scales in ([0.0, 1.0], [0.0, 0.5, 1.0, 2.0, 4.0]):
         opened.clear()
-        blocks.losses(moved, scales)
+        blocks.losses([moved], scales)
         counts.append(sum("model-1" in str(path) for path in opened))
     assert counts[0] == counts[1] > 0
 

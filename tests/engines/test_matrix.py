@@ -42,7 +42,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("matrix")
     folders.causal(root / "a", "LlamaForCausalLM", 16, 2, 1)
     folders.causal(root / "b", "LlamaForCausalLM", 24, 3, 2)
-    folders.prompts(root / "prompts.jsonl")
+    answers = [
+        {"prompt": a, "completion": f" {b}"} for a in TEXTS[:8] for b in SECOND[:7]
+    ]  # enough for scales of roles
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
     for name in ("a", "b"):
         words_only(root / name)
     (root / "loras").mkdir()
@@ -77,11 +80,11 @@ def words_only(folder: Path) -> None:
 
 
 def pair(world: Path, method: str) -> list[object]:
-    a, b, tuned, data = ("a", "b", "loras/lora", "prompts.jsonl")
+    a, b, tuned, data, samples = ("a", "b", "loras/lora", "prompts.jsonl", 56)
     if method in OTHERS:
-        a, b, tuned, data = ("one", "other", "tuned", "texts.jsonl")
+        a, b, tuned, data, samples = ("one", "other", "tuned", "texts.jsonl", 12)
     words: list[object] = ["--source-base", world / a, "--source-tuned", world / tuned, "--target-base", world / b]
-    words += ["--calibration", world / data, "--samples", 12, "--micro-batch", 4, "--method", method]
+    words += ["--calibration", world / data, "--samples", samples, "--micro-batch", 16, "--method", method]
     return [*words, "--method-settings", "steps=2"] if methods()[method].needs.training else words
 
 

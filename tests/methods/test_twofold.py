@@ -33,6 +33,12 @@ from taskferry.taskvector import as_dense
 from tests.helpers.tiny import TINY, job, rebuilt, relative
 
 
+@pytest.fixture(autouse=True)
+def _samples_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny jobs have 24 samples; all parts of the method are tried on them."""
+    monkeypatch.setattr("taskferry.methods.registry.FEW", 24)
+
+
 def flat(tau: TaskVector) -> torch.Tensor:
     return torch.cat([delta.flatten() for _, delta in sorted(tau.dense().deltas.items())])
 
@@ -117,9 +123,11 @@ def test_a_scale_for_each_role_lowers_the_loss_and_keeps_a_lora_low_rank() -> No
     one, scaled = run("twofold", given, scales="one"), run("twofold", given)
     assert one.curve is not None
     assert scaled.curve is not None
+    folded = given.in_folds()
     for moved, curve in ((one, one.curve), (scaled, scaled.curve)):  # each is at its best already
-        assert loss_at(given, moved.tau) == pytest.approx(curve.loss(curve.best), rel=1e-6)
-    assert loss_at(given, scaled.tau) < loss_at(given, one.tau) < loss_at(given, one.tau, 0.0)
+        assert folded.losses(moved.without, [1.0])[0] == pytest.approx(curve.loss(curve.best), rel=1e-6)
+    assert scaled.curve.loss(scaled.curve.best) < one.curve.loss(one.curve.best) < one.curve.loss(0.0)
+    assert loss_at(given, scaled.tau) < loss_at(given, one.tau, 0.0)
     roles = {site.weight: site.role for site in find_sites(given.target)}
     found: dict[str, set[float]] = {}
     for name, delta in scaled.tau.deltas.items():
@@ -155,7 +163,9 @@ def test_what_does_not_help_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
     given = helpful()
     plain = run("twofold", given, halfway=0.0, scales="one")
     assert plain.curve is not None
-    monkeypatch.setattr(whole.WholePair, "losses", lambda self, tau, scales: [1.0 + scale for scale in scales])
+    monkeypatch.setattr(
+        whole.WholePair, "losses", lambda self, changes, scales: [[1.0 + scale] * len(changes) for scale in scales]
+    )
     uphill = run("twofold", given)
     assert uphill.curve is not None
     assert uphill.curve.best == 0.0
@@ -209,6 +219,16 @@ class Fixed(Classifier):
         return lambda batch: 20 * (family_of(model).features(model, batch) - self.centre) @ planes.T
 
 
+def named_by_its_head() -> Job:
+    """Samples under the names that a head gives them that is made from none."""
+    given = helpful()
+    given = rebuilt(given, tau=0.001 * given.tau, objective=Fixed(given))
+    logits = Fixed(given).logits(given.source, [])
+    with torch.no_grad():
+        labels = torch.cat([logits(batch).argmax(-1) for batch in given.calibration.side(0)])
+    return rebuilt(given, calibration=given.calibration.with_labels(labels))
+
+
 def test_views_of_images_are_labelled_by_the_tuned_source() -> None:
     given = helpful()
     given = rebuilt(given, tau=0.001 * given.tau, objective=Fixed(given))
@@ -245,12 +265,7 @@ def test_views_of_images_are_labelled_by_the_tuned_source() -> None:
 
 
 def test_the_record_tells_samples_from_views_and_the_scales() -> None:
-    given = helpful()
-    given = rebuilt(given, tau=0.001 * given.tau, objective=Fixed(given))
-    logits = Fixed(given).logits(given.source, [])
-    with torch.no_grad():
-        labels = torch.cat([logits(batch).argmax(-1) for batch in given.calibration.side(0)])
-    given = rebuilt(given, calibration=given.calibration.with_labels(labels))
+    given = named_by_its_head()
     own: dict[str, Any] = {"halfway": 0.5, "whiten": True, "views": 2, "scales": "role", "patches": False}
     moved = run("twofold", given, **own)
     known = moved.provenance
@@ -337,13 +352,65 @@ def test_scales_that_lead_astray_are_not_taken(monkeypatch: pytest.MonkeyPatch) 
     given = helpful()
     real, shown = whole.WholePair.slopes, []
 
-    def contrary(self: Any, tau: TaskVector, scales: Any, batches: Any) -> dict[str, float]:
+    def contrary(self: Any, changes: Sequence[TaskVector], scales: Any) -> dict[str, float]:
         """They lead away from where the loss falls."""
-        shown.append(list(batches))
-        return {name: -value for name, value in real(self, tau, scales, batches).items()}
+        shown.append(len(changes))
+        return {name: -value for name, value in real(self, changes, scales).items()}
 
     monkeypatch.setattr(whole.WholePair, "slopes", contrary)
     one, same = run("twofold", given, scales="one"), run("twofold", given)
-    assert shown == [[0, 1, 2, 3]] * STEPS  # as many samples a step as were given
+    assert shown == [2] * STEPS  # each fold with the change that was fitted without it
     assert same.provenance["role scales"] == {}
-    assert torch.equal(flat(same.tau), flat(one.tau))
+    assert relative(flat(same.tau) / same.tau.norm(), flat(one.tau) / one.tau.norm()) < 1e-12
+
+
+def test_what_judges_a_fold_was_fitted_without_it() -> None:
+    """The change for a fold is what the other samples alone give; all samples together give what is moved."""
+    given = named_by_its_head()
+    plain: dict[str, Any] = {"halfway": 0.0, "scales": "one", "patches": True, "views": 0}
+    moved = run("twofold", given, **plain)
+    folded = given.in_folds().calibration
+    assert folded.folds == len(moved.without) == 2
+    for fold, judged in enumerate(moved.without):
+        others = Calibration((replace(A, fold=0), replace(B, fold=0)) for A, B in folded if A.fold != fold)
+        alone = run("twofold", rebuilt(given, calibration=others), **plain).tau
+        assert relative(flat(judged) / judged.norm(), flat(alone) / alone.norm()) < 1e-6
+        assert relative(flat(judged) / judged.norm(), flat(moved.tau) / moved.tau.norm()) > 0.01
+
+
+def test_few_samples_choose_one_scale_of_at_most_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = helpful()
+    assert not given.few
+    monkeypatch.setattr("taskferry.methods.registry.FEW", 25)
+    assert given.few
+    moved = run("twofold", given)
+    assert moved.curve is not None
+    assert 0 < moved.curve.best <= 1
+    assert len(moved.curve.folds) == 2
+    assert moved.curve.loss(0.0) == pytest.approx(sum(before for before, _ in moved.curve.folds) / 2)
+    assert moved.curve.points[-1][0] == 1.0
+    assert moved.provenance["role scales"] == {}
+
+
+def test_how_samples_are_cut_into_micro_batches_does_not_matter() -> None:
+    """With augmented views as well: of the same samples, under the same names, in the same folds."""
+    given = named_by_its_head()
+    found = []
+    for size in (5, 8, 24):
+        whole_pair = [(A, B) for A, B in given.calibration]
+        singles = [(A.take([i]), B.take([i])) for A, B in whole_pair for i in range(len(A))]
+        cut = [joined(singles[i : i + size]) for i in range(0, len(singles), size)]
+        moved = run("twofold", rebuilt(given, calibration=Calibration(cut)), views=2)
+        assert moved.provenance["calibration"]["views"] > 0
+        found.append(moved)
+    for other in found[1:]:
+        assert other.provenance["calibration"]["views"] == found[0].provenance["calibration"]["views"]
+        assert relative(flat(other.tau), flat(found[0].tau)) < 1e-6
+
+
+def joined(pairs: Sequence[tuple[Batch, Batch]]) -> tuple[Batch, Batch]:
+    def side(batches: Sequence[Batch]) -> Batch:
+        inputs = {name: torch.cat([b.inputs[name] for b in batches]) for name in batches[0].inputs}
+        return Batch(inputs, torch.cat([b.labels for b in batches if b.labels is not None]))
+
+    return side([A for A, _ in pairs]), side([B for _, B in pairs])

@@ -52,6 +52,8 @@ class Mover:
         row = kind.row
         key = f"{kind.method.name} {row.settings} {row.teacher}"
         job = self._taught if row.teacher else self.job
+        if row.auto_scale and kind.method.needs.maps:
+            job, key = job.in_folds(), f"{key} in folds"
         if key not in self._moved:
             started = time.perf_counter()
             moved = kind.method.move(job, row.settings)
@@ -61,7 +63,7 @@ class Mover:
             refused = moved.curve is not None and not moved.curve.helps
             return moved.tau, 0.0 if refused else 1.0, seconds
         started = time.perf_counter()
-        return moved.tau, job.best_scale(moved.tau).best, seconds + time.perf_counter() - started
+        return moved.tau, job.best_scale(moved.judged).best, seconds + time.perf_counter() - started
 
     @cached_property
     def _taught(self) -> Job:

@@ -28,6 +28,8 @@ class Batch:
     ids: tuple[int, ...] = ()  # which samples, to check that both models see the same
     spans: Mapping[str, Tensor] = field(default_factory=dict)  # stream -> [n, L, 2] character offsets
     number: int | None = None  # its place in a calibration set
+    fold: int = 0  # the part of the samples that it belongs to: what is fitted without a part is judged on it
+    judges: bool = True  # whether losses are taken on it; augmented views only make maps
 
     def __len__(self) -> int:
         return int(next(iter(self.inputs.values())).shape[0])
@@ -39,11 +41,13 @@ class Batch:
         def rows(tensor: Tensor) -> Tensor:
             return tensor[chosen.to(tensor.device)]
 
-        return Batch(
-            {name: rows(tensor) for name, tensor in self.inputs.items()},
-            None if self.labels is None else rows(self.labels),
-            tuple(self.ids[i] for i in indices) if self.ids else (),
-            {stream: rows(spans) for stream, spans in self.spans.items()},
+        return replace(
+            self,
+            inputs={name: rows(tensor) for name, tensor in self.inputs.items()},
+            labels=None if self.labels is None else rows(self.labels),
+            ids=tuple(self.ids[i] for i in indices) if self.ids else (),
+            spans={stream: rows(spans) for stream, spans in self.spans.items()},
+            number=None,
         )
 
     def to(self, device: torch.device | str) -> Batch:
@@ -95,6 +99,37 @@ class Calibration:
     def side(self, which: int) -> list[Batch]:
         """The micro-batches of one model: 0 the source, 1 the target."""
         return [pair[which] for pair in self.pairs]
+
+    @property
+    def folds(self) -> int:
+        """Into how many parts its samples are split."""
+        return 1 + max(A.fold for A, _ in self.pairs)
+
+    def in_folds(self, folds: int) -> Calibration:
+        """The same samples in so many parts of one size, each class spread over them; at most a sample each.
+
+        One part stands behind the other: no micro-batch lies in two, and how samples were cut does not matter.
+        """
+        folds = min(folds, self.samples)
+        labels = self.labels
+        kinds = [0] * self.samples if labels is None or labels.ndim > 1 else labels.tolist()
+        fold_of = [0] * self.samples
+        for place, sample in enumerate(sorted(range(self.samples), key=lambda i: (kinds[i], i))):
+            fold_of[sample] = place % folds
+        pairs = []
+        for fold in range(folds):
+            start = 0
+            for A, B in self.pairs:
+                mine = [i for i in range(len(A)) if fold_of[start + i] == fold]
+                start += len(A)
+                if mine:
+                    pairs.append((replace(A.take(mine), fold=fold), replace(B.take(mine), fold=fold)))
+        return Calibration(pairs)
+
+    def judging(self, folds: int) -> list[list[Batch]]:
+        """The target's micro-batches that losses are taken on: of each part, or all of them as one."""
+        batches = [B for _, B in self.pairs if B.judges]
+        return [batches] if folds == 1 else [[B for B in batches if B.fold == fold] for fold in range(folds)]
 
     def with_labels(self, labels: Tensor) -> Calibration:
         """The same samples under other labels [N], such as the teacher's."""

@@ -12,6 +12,7 @@ loss, the sums are those of the whole models. Changes that are not low-rank stay
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -96,7 +97,8 @@ class BlockPair(ModelPair):
         """Fit and move block by block."""
         pairs, suffix = self.wanted(left_out), f", {stage}" if stage else ""
         loss = None if capture.backward or callable(self.objective) else ForwardOnly()
-        moving = _Moving(tau, DiskDeltas(Path(tempfile.mkdtemp(dir=self.scratch))))
+        versions = capture.folds + (capture.folds > 1)  # of all samples, then without each fold
+        moving = [_Moving(tau, DiskDeltas(Path(tempfile.mkdtemp(dir=self.scratch)))) for _ in range(versions)]
         with self._folder() as folder:
             runs = [
                 (self.run(0, folder, p.source, objective=loss), self.run(1, folder, p.target, objective=loss))
@@ -107,46 +109,54 @@ class BlockPair(ModelPair):
             for run in (run for both in runs for run in both):
                 forward([run], backward=capture.backward, on_block=walking.step)
             blocks = Steps(self.work.progress, f"blocks{suffix}", len(runs[0][1].blocks))
-            for part in _align(runs, self.calibration, pairs, capture, maps, blocks.step):
-                moving.take(in_place(part, capture))
+            for parts in _align(runs, self.calibration, pairs, capture, maps, blocks.step):
+                for each, part in zip(moving, parts, strict=True):
+                    each.take(in_place(part, capture))
+        moved, *without = (self._gathered(each, left_out) for each in moving)
+        sites = list(reversed(moving[0].sites))
+        return Moved(moved, tuple(without), None, sites, provenance=self.provenance(capture, maps))
+
+    def _gathered(self, moving: _Moving, left_out: Mapping[str, str]) -> TaskVector:
+        """All blocks of a change, with a row of coverage for every parameter."""
         for name in self.lazy[0].shapes:
-            if name not in moving.seen and len(tau.take([name])):
+            if name not in moving.seen and len(moving.tau.take([name])):
                 moving.unused[name] = "no site of the target takes it"
         reasons = {**self.reasons, **left_out, **moving.reasons}
         coverage = moving.coverage(self.lazy[1].shapes, parameter_reasons(self.target, self.target_sites, reasons))
-        moved = TaskVector(moving.deltas if tau.low_rank else moving.disk, coverage)
-        sites = list(reversed(moving.sites))
-        return Moved(moved, None, sites, provenance=self.provenance(capture, maps))
+        return TaskVector(moving.deltas if moving.tau.low_rank else moving.disk, coverage)
 
-    def losses(self, tau: TaskVector, scales: Sequence[float]) -> list[float]:
+    def losses(self, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[list[float]]:
         """All of them in one walk over the weights."""
+        folds = self.calibration.judging(len(changes))
         with self._folder() as folder:
-            if not self._heads[1] and scales[0]:
-                forward([self.run(1, folder, TaskVector({}))], backward=False, store=False)
-            runs = [self.run(1, folder, tau * scale if scale else TaskVector({})) for scale in scales]
+            self._bind_heads(folder)
+            each = [(tau, batches, scale) for scale in scales for tau, batches in zip(changes, folds, strict=True)]
+            runs = [
+                self.run(1, folder, tau * scale if scale else TaskVector({}), batches=batches)
+                for tau, batches, scale in each
+            ]
             forward(runs, backward=False, store=False)
-        return [run.loss / self.calibration.samples for run in runs]
+        means = [run.loss / sum(map(len, batches)) for run, (_, batches, _) in zip(runs, each, strict=True)]
+        return [means[i : i + len(folds)] for i in range(0, len(means), len(folds))]
 
-    def slopes(self, tau: TaskVector, scales: Mapping[str, float], batches: Sequence[int]) -> dict[str, float]:
+    def slopes(self, changes: Sequence[TaskVector], scales: Mapping[str, float]) -> dict[str, float]:
         """Forward, and backward with the gradients of the weights that move, a block at a time."""
-        some = [self.calibration.pairs[i][1] for i in batches]
-        samples = sum(map(len, some))
-        found: dict[str, float] = {}
+        folds = self.calibration.judging(len(changes))
+        samples = sum(len(batch) for batches in folds for batch in batches)
+        found: defaultdict[str, float] = defaultdict(float)
         with self._folder() as folder:
-            if not self._heads[1]:
-                forward([self.run(1, folder, TaskVector({}))], backward=False, store=False)
-            run = self.run(1, folder, tau * scales, batches=some)
-            forward([run])
-            for j in reversed(range(len(run.blocks))):
-                with run.block(j), _asking(run.model, tau, run.parameters(j)) as asking:
-                    run.pull(j)
-                    found |= {name: inner(p.grad, tau.deltas[name]) / samples for name, p in asking.items()}
-                run.step(j)
-            if any(name in tau.deltas for name in run.outer):
-                with run.lazy.weights(run.outer), _asking(run.model, tau, run.outer) as asking:
-                    _backward(run.outside().loss, run)
-                    found |= {name: inner(p.grad, tau.deltas[name]) / samples for name, p in asking.items()}
-        return found
+            self._bind_heads(folder)
+            runs = [self.run(1, folder, tau * scales, batches=b) for tau, b in zip(changes, folds, strict=True)]
+            forward(runs)
+            for tau, run in zip(changes, runs, strict=True):
+                for name, slope in _slopes(tau, run):
+                    found[name] += slope / samples
+        return dict(found)
+
+    def _bind_heads(self, folder: Path) -> None:
+        """Heads are made at the base models, on all samples."""
+        if not self._heads[1]:
+            forward([self.run(1, folder, TaskVector({}))], backward=False, store=False)
 
     def teacher(self, tau: TaskVector, head: Classifier, calibration: Calibration) -> Tensor:
         """By one walk over the weights of the tuned source."""
@@ -208,8 +218,11 @@ def _align(
     capture: Capture,
     maps: MapOptions,
     done: Callable[[], None],
-) -> Iterator[Alignment]:
-    """The maps of each target block, last block first, then of what stands outside them; `done` counts blocks."""
+) -> Iterator[list[Alignment]]:
+    """The maps of each target block, last block first, then of what stands outside them; `done` counts blocks.
+
+    Each time those of all samples, then those without each fold.
+    """
     source, target = runs[0]
     at_A, at_B = ({path: j for j, path in enumerate(run.blocks)} for run in (source, target))
     by_block: dict[int | None, list[Pair]] = {}
@@ -259,7 +272,7 @@ def _solve(
     capture: Capture,
     maps: MapOptions,
     blocks: tuple[int, int] | None,
-) -> Alignment:
+) -> list[Alignment]:
     statistics = Statistics(capture=capture)
     lazy = [run.lazy for run in runs[0]]
     if blocks is None:
@@ -276,11 +289,24 @@ def _solve(
                 sides = both[0].side(blocks[0]), both[1].side(blocks[1])
             collect(statistics, *sides, pairs, calibration, capture)
     # The weights are gone before the maps are solved.
-    sums = GroupSums.of(statistics, pairs)
+    sums = [GroupSums.of(each, pairs) for each in statistics.versions()]
     del statistics
-    solved = solve_group(sums, pairs, maps)
+    found = [solve_group(each, pairs, maps) for each in sums]
     source, target = ({name: model.shapes[name] for name in some} for model, some in zip(lazy, names, strict=True))
-    return solved.alignment(source, target, solved.reasons, {})
+    return [solved.alignment(source, target, solved.reasons, {}) for solved in found]
+
+
+def _slopes(tau: TaskVector, run: BlockwiseModel) -> Iterator[tuple[str, float]]:
+    """⟨∂ loss / ∂θ, τ⟩ of every parameter that moves, of a model that has been run forward."""
+    for j in reversed(range(len(run.blocks))):
+        with run.block(j), _asking(run.model, tau, run.parameters(j)) as asking:
+            run.pull(j)
+            yield from ((name, inner(p.grad, tau.deltas[name])) for name, p in asking.items())
+        run.step(j)
+    if any(name in tau.deltas for name in run.outer):
+        with run.lazy.weights(run.outer), _asking(run.model, tau, run.outer) as asking:
+            _backward(run.outside().loss, run)
+            yield from ((name, inner(p.grad, tau.deltas[name])) for name, p in asking.items())
 
 
 def _block_of(weight: str, blocks: Mapping[str, int]) -> int | None:

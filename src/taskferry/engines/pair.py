@@ -47,11 +47,17 @@ class Moved:
     """What a method moved, and what it knows about it."""
 
     tau: TaskVector
+    without: tuple[TaskVector, ...] = ()  # by maps made without each fold of the samples, to be judged on that fold
     alignment: Alignment | None = None  # where it has maps that another change can pass through
     sites: Sequence[Mapping[str, Any]] = ()  # the table of its maps
     curve: ScaleCurve | None = None  # where the method has chosen the scale itself: τ is at its best
     provenance: Mapping[str, Any] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)  # for the record
+
+    @property
+    def judged(self) -> tuple[TaskVector, ...]:
+        """What losses are asked of: one change for each fold, or the change itself."""
+        return self.without or (self.tau,)
 
 
 @dataclass(frozen=True)
@@ -138,12 +144,12 @@ class ModelPair(ABC):
         """Fit and move: τ_B = R_outᵀ τ_A R_in. `left_out`: target sites that are not fitted, with the reason."""
 
     @abstractmethod
-    def losses(self, tau: TaskVector, scales: Sequence[float]) -> list[float]:
-        """The mean calibration loss of the target + scale · τ, at each scale."""
+    def losses(self, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[list[float]]:
+        """The mean loss of the target + scale · change at each scale: of all samples, or of each fold with its own."""
 
     @abstractmethod
-    def slopes(self, tau: TaskVector, scales: Mapping[str, float], batches: Sequence[int]) -> dict[str, float]:
-        """∂ mean loss / ∂ scale of every change, by name, on some micro-batches; scales are those of each change."""
+    def slopes(self, changes: Sequence[TaskVector], scales: Mapping[str, float]) -> dict[str, float]:
+        """∂ mean loss / ∂ scale of every parameter's change, by name; `scales` are those of each parameter."""
 
     @abstractmethod
     def teacher(self, tau: TaskVector, head: Classifier, calibration: Calibration) -> Tensor:

@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from taskferry.alignment import Alignment
 from taskferry.calibration.batch import Batch
-from taskferry.engines.pair import Moved
 from taskferry.engines.sharding import shard_blocks
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
 from taskferry.fitting.solve import GroupSums, MapOptions, Solved, Step
-from taskferry.fitting.statistics import Capture
 from taskferry.maths.sums import CrossCovariance
 from taskferry.sites.pairing import Pair
 from taskferry.taskvector import TaskVector
@@ -83,19 +82,15 @@ class RankedPair(WholePair):
         _ = self._hashes, self._bound  # of the whole models
         self._whole = shard_blocks(self.source), shard_blocks(self.target)
 
-    def move(
-        self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = ""
-    ) -> Moved:
+    def applied(self, alignment: Alignment, tau: TaskVector) -> TaskVector:
         """The first rank moves, the others are told."""
-        alignment = self.fit(capture, maps, left_out, stage)
-        moved = alignment.apply(tau) if self.first else TaskVector({})
-        return Moved(self._said(moved), alignment, alignment.table(), provenance=alignment.provenance)
+        return self._said(alignment.apply(tau) if self.first else TaskVector({}))
 
-    def losses(self, tau: TaskVector, scales: Sequence[float]) -> list[float]:
+    def losses(self, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[list[float]]:
         """Each rank its share; a sharded model cannot be moved."""
         if self._whole[1]:
             raise TaskferryError("sharded weights cannot be moved and scored: leave --shard out")
-        return super().losses(tau, scales)
+        return super().losses(changes, scales)
 
     def share(self) -> list[tuple[Batch, Batch]]:
         """Every so manieth micro-batch; none where there are fewer than ranks."""

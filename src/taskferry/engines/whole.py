@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -83,11 +84,21 @@ class WholePair(ModelPair):
         self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = ""
     ) -> Moved:
         """Fit, then apply."""
-        alignment = self.fit(capture, maps, left_out, stage)
-        return Moved(alignment.apply(tau), alignment, alignment.table(), provenance=alignment.provenance)
+        alignment, *without = self.alignments(capture, maps, left_out, stage)
+        moved, *judged = (self.applied(each, tau) for each in (alignment, *without))
+        return Moved(moved, tuple(judged), alignment, alignment.table(), provenance=alignment.provenance)
 
-    def fit(self, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = "") -> Alignment:
-        """The pairs in groups whose sums fit into the memory for them, each seen at every point of the capture."""
+    def fit(self, capture: Capture, maps: MapOptions, left_out: Mapping[str, str]) -> Alignment:
+        """The maps of all samples."""
+        return self.alignments(capture, maps, left_out)[0]
+
+    def alignments(
+        self, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = ""
+    ) -> list[Alignment]:
+        """Of all samples, then without each fold.
+
+        The pairs go in groups whose sums fit into the memory for them, each seen at every point of the capture.
+        """
         pairs = self.wanted(left_out)
         widest = max((p.element_size() for model in (self.source, self.target) for p in model.parameters()), default=4)
         groups = list(_groups(pairs, self.work.sums_memory // max(4, widest), capture.numbers))
@@ -95,26 +106,28 @@ class WholePair(ModelPair):
         suffix = f", {stage}" if stage else ""
         known = 0 if self._known(groups, capture) is None else len(capture.points) - 1
         passes = (len(capture.points) - known) * len(share)
+        versions = capture.folds + (capture.folds > 1)
         capturing = Steps(self.work.progress, f"capture{suffix}", len(groups) * passes)
-        solving = Steps(self.work.progress, f"solve{suffix}", 2 * len(pairs))
+        solving = Steps(self.work.progress, f"solve{suffix}", versions * 2 * len(pairs))
         rests_on = repr((self.describe(capture.backward), maps, capture.key()))
         folder = self.work.resume if self.work.resume is None or not stage else self.work.resume / stage
         finished = Finished(folder, len(groups), rests_on)
-        solved = Solved()
+        solved = [Solved() for _ in range(versions)]
         for number, group in enumerate(groups):
-            done = finished.load(number, group) if self.first else None
-            if self.told(done is not None):
-                solved.add(done or Solved())
+            done = [finished.load(number, group, version) if self.first else None for version in range(versions)]
+            if self.told(None not in done):
+                found = [each or Solved() for each in done]
                 capturing.step(passes)
-                solving.step(2 * len(group))
-                continue
-            # A group's sums live in this call only: two groups never exist at once.
-            sums = self._capture(group, capture, share, uncounted, capturing.step, only=len(groups) == 1)
-            found = self.solve(sums, group, maps, solving.step)
-            if self.first:
-                finished.save(number, group, found)
-            solved.add(found)
-        return self.alignment(solved, capture, maps, left_out)
+                solving.step(versions * 2 * len(group))
+            else:
+                # A group's sums live in this call only: two groups never exist at once.
+                sums = self._capture(group, capture, share, uncounted, capturing.step, only=len(groups) == 1)
+                found = [self.solve(each, group, maps, solving.step) for each in sums]
+                for version, each in enumerate(found if self.first else ()):
+                    finished.save(number, group, each, version)
+            for mine, each in zip(solved, found, strict=True):
+                mine.add(each)
+        return [self.alignment(each, capture, maps, left_out) for each in solved]
 
     def _capture(
         self,
@@ -124,8 +137,11 @@ class WholePair(ModelPair):
         uncounted: Sequence[tuple[Batch, Batch]],
         on_batch: Callable[[], None],
         only: bool,
-    ) -> GroupSums:
-        """The sums of a group at all points; those of a single group stay, for the fit that adds a point to them."""
+    ) -> list[GroupSums]:
+        """The sums of a group at all points, of all samples and without each fold.
+
+        Those of a single group stay, for the fit that adds a point to them.
+        """
         statistics = self._known([group], capture)
         points = capture.points if statistics is None else capture.points[-1:]
         self._sums = None
@@ -135,7 +151,7 @@ class WholePair(ModelPair):
                 collect(statistics, *self._sides(capture), group, share, capture, on_batch, uncounted)
         if only and capture.again:
             self._sums = (_kind(capture), [pair.target.name for pair in group], statistics)
-        return GroupSums.of(statistics, group)
+        return [GroupSums.of(each, group) for each in statistics.versions()]
 
     def _known(self, groups: list[list[Pair]], capture: Capture) -> Statistics | None:
         """Sums that lack the last point of a capture alone."""
@@ -167,32 +183,38 @@ class WholePair(ModelPair):
                 stack.enter_context(moved_by(model, tau))(1.0)
         return stack
 
-    def losses(self, tau: TaskVector, scales: Sequence[float]) -> list[float]:
+    def losses(self, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[list[float]]:
         """Forward passes of the target, one scale after the other."""
-        share = [B for _, B in self.share()]
-        means = losses_at(self.target, tau, self._bound[1], share, scales) if share else [0.0] * len(scales)
-        count = sum(map(len, share))
-        return [self.total(mean * count) / self.calibration.samples for mean in means]
+        found = []
+        for tau, batches in zip(changes, self.calibration.judging(len(changes)), strict=True):
+            mine = self.mine(batches)
+            means = losses_at(self.target, tau, self._bound[1], mine, scales) if mine else [0.0] * len(scales)
+            count, samples = sum(map(len, mine)), sum(map(len, batches))
+            found.append([self.total(mean * count) / samples for mean in means])
+        return [list(of_scale) for of_scale in zip(*found, strict=True)]
 
-    def slopes(self, tau: TaskVector, scales: Mapping[str, float], batches: Sequence[int]) -> dict[str, float]:
+    def slopes(self, changes: Sequence[TaskVector], scales: Mapping[str, float]) -> dict[str, float]:
         """⟨∂ loss / ∂θ, τ⟩ of every parameter that moves."""
-        some = [self.calibration.pairs[i][1] for i in batches]
-        samples, device = sum(map(len, some)), device_of(self.target)
-        moving = tau.on(self.target)
-        left = [parameter.grad for _, parameter, _ in moving]  # by whoever trained the model before
-        with moved_by(self.target, tau * scales) as set_scale, frozen(self.target), torch.enable_grad():
-            set_scale(1.0)
-            for _, parameter, _ in moving:
-                parameter.requires_grad_(True)
-                parameter.grad = None
-            try:
-                for batch in self.mine(some):
-                    (self._bound[1](batch.to(device)) / samples).backward()  # type: ignore[no-untyped-call]
-                found = {name: inner(parameter.grad, delta) for name, parameter, delta in moving}
-            finally:
-                for (_, parameter, _), gradient in zip(moving, left, strict=True):
-                    parameter.requires_grad_(False)
-                    parameter.grad = gradient
+        folds = self.calibration.judging(len(changes))
+        samples, device = sum(len(batch) for batches in folds for batch in batches), device_of(self.target)
+        found: defaultdict[str, float] = defaultdict(float)
+        for tau, batches in zip(changes, folds, strict=True):
+            moving = tau.on(self.target)
+            left = [parameter.grad for _, parameter, _ in moving]  # by whoever trained the model before
+            with moved_by(self.target, tau * scales) as set_scale, frozen(self.target), torch.enable_grad():
+                set_scale(1.0)
+                for _, parameter, _ in moving:
+                    parameter.requires_grad_(True)
+                    parameter.grad = None
+                try:
+                    for batch in self.mine(batches):
+                        (self._bound[1](batch.to(device)) / samples).backward()  # type: ignore[no-untyped-call]
+                    for name, parameter, delta in moving:
+                        found[name] += inner(parameter.grad, delta)
+                finally:
+                    for (_, parameter, _), gradient in zip(moving, left, strict=True):
+                        parameter.requires_grad_(False)
+                        parameter.grad = gradient
         return {name: self.total(value) for name, value in found.items()}
 
     def teacher(self, tau: TaskVector, head: Classifier, calibration: Calibration) -> Tensor:
@@ -218,6 +240,10 @@ class WholePair(ModelPair):
     def whole(self, side: int) -> Mapping[str, Tensor]:  # noqa: ARG002
         """What a pass uses in place of the sharded parameters of a model."""
         return {}
+
+    def applied(self, alignment: Alignment, tau: TaskVector) -> TaskVector:
+        """τ moved."""
+        return alignment.apply(tau)
 
     def told(self, value: bool) -> bool:
         """What the first process says."""

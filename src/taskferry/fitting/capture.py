@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
 import torch
@@ -69,11 +69,12 @@ def collect(
     copy = False
     with torch.inference_mode(False), frozen(source.model), frozen(target.model), torch.enable_grad():
         for number, (batch_A, batch_B) in enumerate((*calibration, *uncounted)):
-            into: Paired[Any] = kept if number < len(calibration) else Statistics(capture=capture)
+            counted = number < len(calibration)
+            into: Paired[Any] = kept.of(batch_B) if counted else Statistics(capture=replace(capture, folds=1))
             micro_batch = _MicroBatch(source, target, by_target, into, capture, batch_A, batch_B, copy)
             micro_batch.run()
             copy = micro_batch.copy
-            if on_batch is not None and into is kept:
+            if on_batch is not None and counted:
                 on_batch()
 
 

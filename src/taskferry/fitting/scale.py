@@ -23,6 +23,7 @@ from taskferry.taskvector import TaskVector, as_dense
 LARGEST = 4.0
 START = (0.0, 0.5, 1.0, 2.0, 4.0)
 ROUNDS = 2  # after the first
+DIGITS = 2  # of a scale: what lies beyond is rounding of the loss, and differs from one engine to the other
 EVALUATIONS = len(START) + 3 * ROUNDS  # at most
 Losses = Callable[[Sequence[float]], Sequence[float]]  # scales -> the loss at each
 
@@ -33,18 +34,34 @@ class ScaleCurve:
 
     points: tuple[tuple[float, float], ...]  # (scale, loss), ascending
     best: float
+    folds: tuple[tuple[float, float], ...] = ()  # of each fold of the samples: its loss untouched, and at the best
 
     @property
     def helps(self) -> bool:
         """Whether some scale is better than the untouched target."""
         return self.best > 0
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether some fold of the samples says otherwise."""
+        return any(not after < before for before, after in self.folds)
+
     def loss(self, scale: float) -> float:
         """The loss at a scale that was evaluated."""
         return dict(self.points)[scale]
 
+    def bend(self) -> float:
+        """The second derivative of the loss at the best scale, by its neighbours; 0 where there is one side alone."""
+        scales = [scale for scale, _ in self.points]
+        at = scales.index(self.best)
+        if not 0 < at < len(scales) - 1:
+            return 0.0
+        (x0, y0), (x1, y1), (x2, y2) = self.points[at - 1 : at + 2]
+        bend = 2 * ((y0 - y1) / (x1 - x0) + (y2 - y1) / (x2 - x1)) / (x2 - x0)
+        return bend if bend < float("inf") else 0.0
 
-def choose_scale(losses: Losses, *, largest: float = LARGEST) -> ScaleCurve:
+
+def choose_scale(losses: Losses, *, largest: float = LARGEST, rounds: int = ROUNDS) -> ScaleCurve:
     """The minimum of the loss over [0, largest], in rounds: all scales of a round are asked for together.
 
     Where a loss takes a walk over weights on disk, a round is one walk. The first round finds the valley; each of the
@@ -57,7 +74,7 @@ def choose_scale(losses: Losses, *, largest: float = LARGEST) -> ScaleCurve:
             known[scale] = value if value == value else float("inf")  # a model that breaks is no minimum
 
     evaluate([scale for scale in START if scale < largest] + [largest])
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         scales = sorted(known)
         middle = min(range(len(scales)), key=lambda i: known[scales[i]])
         left, right = scales[max(middle - 1, 0)], scales[min(middle + 1, len(scales) - 1)]
@@ -78,7 +95,7 @@ def _inside(left: float, middle: float, right: float, known: dict[float, float])
     a, b = (middle - left) * (known[middle] - known[right]), (middle - right) * (known[middle] - known[left])
     if a == b or not abs(a - b) < float("inf"):
         return halves
-    vertex = middle - ((middle - left) * a - (middle - right) * b) / (2 * (a - b))
+    vertex = round(middle - ((middle - left) * a - (middle - right) * b) / (2 * (a - b)), DIGITS)
     near = 0.01 * (right - left)  # a vertex on top of a known point teaches nothing
     if not left + near < vertex < right - near or any(abs(vertex - scale) < near for scale in (middle, *halves)):
         return halves

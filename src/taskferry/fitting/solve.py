@@ -111,22 +111,23 @@ class Finished:
     groups: int
     key: str  # what they rest on
 
-    def load(self, number: int, group: list[Pair]) -> Solved | None:
-        """A group that an earlier run has finished."""
-        file = self._file(number)
+    def load(self, number: int, group: list[Pair], version: int) -> Solved | None:
+        """A group that an earlier run has finished; version 0 is of all samples, the others lack a fold each."""
+        file = self._file(number, version)
         return None if file is None else Solved.load(file, self._key(group))
 
-    def save(self, number: int, group: list[Pair], solved: Solved) -> None:
+    def save(self, number: int, group: list[Pair], solved: Solved, version: int) -> None:
         """Store a group."""
-        file = self._file(number)
+        file = self._file(number, version)
         if file is not None:
             solved.save(file, self._key(group))
 
-    def _file(self, number: int) -> Path | None:
+    def _file(self, number: int, version: int) -> Path | None:
         """A single group is not stored: there would be nothing to go on with."""
         if self.folder is None or self.groups < 2:
             return None
-        return self.folder / f"group-{number + 1}-of-{self.groups}.alignment"
+        lacking = f"-without-{version}" if version else ""
+        return self.folder / f"group-{number + 1}-of-{self.groups}{lacking}.alignment"
 
     def _key(self, group: list[Pair]) -> str:
         names = [(pair.source.name, pair.target.name) for pair in group]

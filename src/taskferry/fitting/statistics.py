@@ -8,11 +8,12 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
+from taskferry.calibration.batch import Batch
 from taskferry.disk.files import hash_tensor
 from taskferry.maths.sums import CrossCovariance
 from taskferry.sites.pairing import Pair
@@ -42,6 +43,7 @@ class Capture:
     points: tuple[Point, ...] = (BASE,)
     identity: Literal["inputs", "outputs"] | None = None  # a side whose coordinates stay as they are
     again: bool = False  # whether another capture will add a point to this one: its sums stay where they fit
+    folds: int = 1  # the parts that the samples are in: above one, there are maps without each of them as well
 
     @property
     def backward(self) -> bool:
@@ -51,7 +53,8 @@ class Capture:
     def numbers(self, pair: Pair) -> int:
         """Of the sums of a pair."""
         (out_A, in_A), (out_B, in_B) = pair.source.shape, pair.target.shape
-        return self.sums.numbers(out_A, out_B) + CrossCovariance.numbers(in_A, in_B)
+        parts = self.folds + (self.folds > 1)  # and their total
+        return parts * (self.sums.numbers(out_A, out_B) + CrossCovariance.numbers(in_A, in_B))
 
     def start(self, inputs: bool, d_A: int, d_B: int, exact: bool = False) -> CrossCovariance:
         """Empty sums for one side of a site."""
@@ -59,7 +62,8 @@ class Capture:
 
     def key(self) -> str:
         """The same for captures that see the same."""
-        digest = hashlib.sha256(repr((self.inputs, self.outputs, self.sums.__name__, self.identity)).encode())
+        what = (self.inputs, self.outputs, self.sums.__name__, self.identity, self.folds)
+        digest = hashlib.sha256(repr(what).encode())
         for point in self.points:
             for side, tau in (("source", point.source), ("target", point.target)):
                 for name, delta in tau.deltas.items():
@@ -90,6 +94,10 @@ class Paired(Generic[S]):
         """Empty sums for the inputs (or the outputs) of a target site."""
         raise TypeError(f"{type(self).__name__} does not say what it keeps")
 
+    def of(self, batch: Batch) -> Paired[S]:  # noqa: ARG002
+        """Where the rows of a micro-batch go."""
+        return self
+
 
 @dataclass
 class Statistics(Paired[CrossCovariance]):
@@ -97,6 +105,23 @@ class Statistics(Paired[CrossCovariance]):
 
     capture: Capture = field(default_factory=Capture)
     exact: bool = False
+    parts: list[Statistics] = field(default_factory=list)  # of each fold, where there are several
+
+    def __post_init__(self) -> None:
+        if self.capture.folds > 1 and not self.parts:
+            one = replace(self.capture, folds=1)
+            self.parts = [Statistics(capture=one, exact=self.exact) for _ in range(self.capture.folds)]
+
+    def of(self, batch: Batch) -> Statistics:
+        """The part of its fold."""
+        return self.parts[batch.fold] if self.parts else self
+
+    def versions(self) -> list[Statistics]:
+        """Of all samples; then, where they are in folds, without each of the folds."""
+        if not self.parts:
+            return [self]
+        left = [[part for part in self.parts if part is not out] for out in self.parts]
+        return [_total(self.parts), *(some[0] if len(some) == 1 else _total(some) for some in left)]
 
     def start(self, inputs: bool, site: str, d_A: int, d_B: int) -> CrossCovariance:  # noqa: ARG002
         """Empty sums of that side's kind."""
@@ -111,3 +136,18 @@ class Statistics(Paired[CrossCovariance]):
         for key in keys:
             total.merge(self.inputs[key])
         return f"{name}@all", total
+
+
+def _total(parts: list[Statistics]) -> Statistics:
+    """The sums of several parts together; the parts stay as they are."""
+    total = Statistics(capture=parts[0].capture, exact=parts[0].exact)
+    for part in parts:
+        for name, keys in part.reads.items():
+            known = total.reads.setdefault(name, [])
+            known += [key for key in keys if key not in known]
+        for inputs, mine, its in ((True, total.inputs, part.inputs), (False, total.outputs, part.outputs)):
+            for key, sums in its.items():
+                if key not in mine:
+                    mine[key] = total.capture.start(inputs, sums.d_A, sums.d_B, total.exact)
+                mine[key].merge(sums)
+    return total

@@ -43,8 +43,9 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], effort: Effort) -> Plan:
     stored = [(sum(some) + out) * bits // 4 for some, out in zip(sizes, outer, strict=True)]
     block_A, block_B = max(sizes[0]), max(sizes[1])
     points = max(1, min(2, effort.captures))
+    versions = effort.folds + (effort.folds > 1)
     edges = points * 4 * tokens * sum(widths)
-    largest = max(sums.values())
+    largest = versions * max(sums.values())
     shapes = [(p.source.shape, p.target.shape) for p in max(groups.values(), key=len)]
     held = 4 * batch * sum(a[0] + a[1] for a, _ in shapes)
     graph = 4 * batch * 2 * sum(b[0] + b[1] for _, b in shapes)
@@ -58,12 +59,14 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], effort: Effort) -> Plan:
         2 * block_B + scales * 4 * tokens * widths[1] + graph,  # several scales at once
     )
     speed = EFFICIENCY * machine.product
-    walks = effort.evaluations / len(START)
+    walks = effort.folds * effort.evaluations / len(START)  # weights with a change added are those of one fold
     stages = {
         "forward": effort.captures * (2 * sum(stored) / READING + 3 * sum(flops) / speed),
         "capture": effort.captures * sum(tokens * a * b for some in maps.values() for a, b in some) / machine.product,
-        "solve": effort.solves * sum(machine.solve_seconds(tokens, a, b) for some in maps.values() for a, b in some),
-        "apply": max(1, effort.solves)
+        "solve": effort.solves
+        * sum(machine.solve_seconds(tokens, a, b, effort.folds) for some in maps.values() for a, b in some),
+        "apply": max(1, effort.captures)
+        * versions
         * sum(apply_cost(p.source.shape, p.target.shape) for p in pairs)
         / machine.product,
         "scale": walks * stored[1] / READING + effort.evaluations * flops[1] / speed,

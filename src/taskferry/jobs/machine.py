@@ -55,8 +55,11 @@ class Machine:
         block = bytes(2**24)
         return len(block) / _seconds(lambda: hashlib.sha256(block).digest())
 
-    def solve_seconds(self, tokens: int, d_A: int, d_B: int) -> float:
-        """One map of so many tokens, by the solver that would be chosen."""
+    def solve_seconds(self, tokens: int, d_A: int, d_B: int, folds: int = 1) -> float:
+        """One map of so many tokens, by the solver that would be chosen; and those without each of the folds."""
+        if folds > 1:
+            left = self.solve_seconds(tokens * (folds - 1) // folds, d_A, d_B)
+            return self.solve_seconds(tokens, d_A, d_B) + folds * left
         n, m = min(d_A, d_B), max(d_A, d_B)
         if tokens * (d_A + d_B) <= d_A * d_B:
             wider = max(0, d_A + d_B - 4 * tokens) * tokens * tokens

@@ -67,15 +67,20 @@ def verdict(curve: ScaleCurve, moved: TaskVector) -> dict[str, Any]:
         )
     else:
         change = "down" if after < before else "UP"
+        on = " on samples that did not make the maps" if curve.folds else ""
         sentence = (
             f"{count} of {total} parameters moved at scale {curve.best:.3g}; "
-            f"the calibration loss went {change} from {before:.4g} to {after:.4g}."
+            f"the calibration loss went {change} from {before:.4g} to {after:.4g}{on}."
         )
+        if curve.doubtful:
+            sentence += " One part of the samples says the opposite: with so few it is uncertain, evaluate it."
     return {
         "sentence": sentence,
         "scale": curve.best,
         "loss_before": before,
         "loss_after": after,
+        "loss_of_folds": [list(each) for each in curve.folds],
+        "uncertain": curve.doubtful,
         "moved": count,
         "of": total,
     }

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
 from taskferry.fitting.scale import ScaleCurve
@@ -30,6 +33,8 @@ def transfer(
     with opened(settings, timing, settings.out, dry_run=dry_run) as models:
         kind = output_kind(settings, models.tuned.adapter)
         job = Job(models.pair, models.tuned.tau)
+        if settings.scale == "auto" and method.needs.maps:
+            job = job.in_folds()
         if (dry_run or timing.wants_plan) and models.first:
             timing.plan(plan_job(job, method, own, scale=settings.scale), _plan_lines(settings, models, kind))
         if dry_run:
@@ -43,7 +48,8 @@ def transfer(
         timing.ends("apply")
         # Cut first: the scale and the verdict are those of what is written.
         final, cut = in_form(settings, kind, moved.tau)
-        curve, factor = scaled(settings, job, moved, final)
+        judged = tuple(in_form(settings, kind, each)[0] for each in moved.without) or (final,)
+        curve, factor = scaled(settings, job, moved, final, judged)
         spectrum = {} if isinstance(final.deltas, LazyDeltas) else before_and_after(models.tuned.tau, moved.tau)
         timing.ends("record")
         record = make_record(
@@ -71,20 +77,26 @@ def transfer(
         return Outcome(record, settings.out)
 
 
-def scaled(settings: TransferSettings, job: Job, moved: Moved, final: TaskVector) -> tuple[ScaleCurve, float]:
-    """Losses at the scales that were looked at, and what the change is multiplied by: 1 where its method has chosen."""
+def scaled(
+    settings: TransferSettings, job: Job, moved: Moved, final: TaskVector, judged: Sequence[TaskVector]
+) -> tuple[ScaleCurve, float]:
+    """Losses at the scales that were looked at, and what the change is multiplied by: 1 where its method has chosen.
+
+    `judged` are the changes by maps made without each fold of the samples, in the form that is written.
+    """
     if settings.scale != "auto":
         scales = list(dict.fromkeys((0.0, float(settings.scale))))
-        losses = job.pair.losses(final, scales)
+        losses = job.losses([final], scales)
         return ScaleCurve(tuple(zip(scales, losses, strict=True)), scales[-1]), scales[-1]
     if moved.curve is None:
-        curve = job.best_scale(final)
+        curve = job.best_scale(judged)
         return curve, curve.best
-    best = moved.curve.best
-    before, after = job.pair.losses(final, [0.0, 1.0])
-    points = {**dict(moved.curve.points), 0.0: before, best: after if best else before}
-    helps = moved.curve.helps and after < before
-    return ScaleCurve(tuple(sorted(points.items())), best if helps else 0.0), 1.0
+    curve, best = moved.curve, moved.curve.best
+    if final is moved.tau or not curve.helps:
+        return curve, 1.0
+    before, after = (job.mean(folds) for folds in job.pair.losses(judged, [0.0, 1.0]))  # of what the cut has left
+    points = {**dict(curve.points), 0.0: before, best: after}
+    return replace(curve, points=tuple(sorted(points.items())), best=best if after < before else 0.0), 1.0
 
 
 def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[str, str]:

@@ -124,8 +124,10 @@ class CrossCovariance:
         if self.C is None and other.C is None and self._rows_are_smaller():
             return
         self._sum_pending()
-        if other.C is not None:
-            self.C = other.C.clone() if self.C is None else self.C + other.C.to(self.C)
+        for name in self.moments:
+            mine, its = getattr(self, name), getattr(other, name)
+            if its is not None:
+                setattr(self, name, its.clone() if mine is None else mine + its.to(mine))
 
     def ready(self) -> CrossCovariance:
         """The plain sums to decompose; these stay as they are."""

@@ -2,6 +2,7 @@
 
 from taskferry.engines.pair import CannotMove, Moved
 from taskferry.methods.registry import (
+    FOLDS,
     Effort,
     Job,
     MapRank,
@@ -19,6 +20,7 @@ from taskferry.methods.registry import (
 )
 
 __all__ = [
+    "FOLDS",
     "CannotMove",
     "Effort",
     "Job",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -25,7 +25,7 @@ from taskferry.engines.pair import CannotMove, ModelPair, Moved, shapes
 from taskferry.engines.whole import WholePair, unchanged
 from taskferry.errors import TaskferryError
 from taskferry.fitting.objectives import AnyObjective
-from taskferry.fitting.scale import EVALUATIONS, ScaleCurve, choose_scale
+from taskferry.fitting.scale import LARGEST, ROUNDS, START, ScaleCurve, choose_scale
 from taskferry.fitting.solve import MapOptions
 from taskferry.fitting.statistics import Capture
 from taskferry.maths.procrustes import DEFAULT_TOLERANCE, RankPolicy
@@ -33,6 +33,8 @@ from taskferry.sites import family_of
 from taskferry.sites.family import HEAD
 from taskferry.taskvector import TaskVector
 
+FOLDS = 2
+FEW = 50  # samples: with fewer no scale above the paper's 1 is tried, and no more than one scale is chosen
 MapRank = Annotated[RankPolicy, "directions kept: those the samples show, or all"]
 Tolerance = Annotated[float, "smallest singular value kept, relative to the largest"]
 
@@ -76,26 +78,50 @@ class Job:
         """How maps are made: as two factors where a low-rank change alone passes through them."""
         return MapOptions(rank, tolerance, factored=self.tau.low_rank and not self.every_site)
 
+    @property
+    def few(self) -> bool:
+        """Whether there are too few samples to choose more than a scale of at most 1 on them.
+
+        With one or two samples a class a larger scale lowers their loss and harms the classes that are not among them.
+        """
+        return sum(map(len, self.calibration.judging(1)[0])) < FEW
+
+    def in_folds(self) -> Job:
+        """With the samples in folds: whatever is chosen is then judged on samples that did not make the maps."""
+        if self.calibration.folds > 1:
+            return self
+        return replace(self, pair=self.pair.with_calibration(self.calibration.in_folds(FOLDS)))
+
     def move(
         self, capture: Capture, maps: MapOptions, stage: str = "", left_out: Mapping[str, str] | None = None
     ) -> Moved:
         """Fit what is needed, and move the task vector. `left_out`: target sites that stay, with the reason."""
         still = {} if self.every_site else unchanged(self.pair.pairs, self.tau.deltas.keys())
+        capture = replace(capture, folds=self.calibration.folds)
         return self.pair.move(self.tau, capture, maps, {**still, **(left_out or {})}, stage)
 
-    def best_scale(self, tau: TaskVector) -> ScaleCurve:
-        """The scale of a moved task vector with the lowest calibration loss."""
-        done = 0
+    def losses(self, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[float]:
+        """The mean loss at each scale; `changes` are `Moved.judged`."""
+        return [self.mean(folds) for folds in self.pair.losses(changes, scales)]
 
-        def losses(scales: Any) -> list[float]:
-            nonlocal done
-            found = self.pair.losses(tau, scales)
-            done += len(found)
+    def best_scale(self, changes: Sequence[TaskVector], rounds: int = ROUNDS) -> ScaleCurve:
+        """The scale with the lowest loss; `changes` are `Moved.judged`."""
+        known: dict[float, list[float]] = {}
+
+        def losses(scales: Sequence[float]) -> list[float]:
+            found = self.pair.losses(changes, scales)
+            known.update(zip(scales, found, strict=True))
             if self.pair.work.progress is not None:
-                self.pair.work.progress("scale", done, max(done, EVALUATIONS))
-            return found
+                self.pair.work.progress("scale", len(known), max(len(known), len(START) + 3 * rounds))
+            return [self.mean(folds) for folds in found]
 
-        return choose_scale(losses)
+        curve = choose_scale(losses, rounds=rounds, largest=1.0 if self.few else LARGEST)
+        return replace(curve, folds=tuple(zip(known[0.0], known[curve.best], strict=True)) if curve.helps else ())
+
+    def mean(self, folds: Sequence[float]) -> float:
+        """Of the losses of all folds, by their numbers of samples."""
+        sizes = [sum(map(len, batches)) for batches in self.calibration.judging(len(folds))]
+        return sum(size * loss for size, loss in zip(sizes, folds, strict=True)) / sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -140,6 +166,7 @@ class Effort:
     captures: int = 0
     solves: int = 0
     evaluations: int = 0  # of the target's loss, in forward passes
+    folds: int = 1  # of the samples: every map is solved without each of them as well
 
 
 @dataclass(frozen=True)

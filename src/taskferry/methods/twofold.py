@@ -17,12 +17,12 @@ from taskferry.calibration.batch import Calibration
 from taskferry.coverage import Coverage
 from taskferry.errors import TaskferryError
 from taskferry.fitting.objectives import Classifier
-from taskferry.fitting.role_scales import STEPS, parts_of, scales_by_role
-from taskferry.fitting.scale import EVALUATIONS, ScaleCurve
+from taskferry.fitting.role_scales import STEPS, scales_by_role
+from taskferry.fitting.scale import ROUNDS, START, ScaleCurve
 from taskferry.fitting.statistics import BASE, Capture, Point
 from taskferry.maths.procrustes import DEFAULT_TOLERANCE
 from taskferry.maths.whitening import UnitRows, Whitened
-from taskferry.methods import Effort, Job, MapRank, Moved, Needs, Shown, TableRow, Tolerance, method
+from taskferry.methods import FOLDS, Effort, Job, MapRank, Moved, Needs, Shown, TableRow, Tolerance, method
 from taskferry.taskvector import TaskVector
 
 PATCH = "a patch embedding: the target is better off with its own on the benchmarks (patches=true moves it)"
@@ -34,11 +34,15 @@ ROWS = (
 
 
 def effort(job: Job, *, halfway: float, views: int, whiten: bool, scales: str, **_: Any) -> Effort:
-    """Passes grow with the augmented views; whitening decomposes about as much again as the maps do."""
+    """Captures grow with the augmented views; whitening decomposes about as much again as the maps do."""
+    if not len(job.tau):
+        return Effort(1, 2 if whiten else 1)
     inputs = 1 if naming_head(job) is None else 1 + views
-    rounds = 1 + (halfway > 0)
-    steps = 3 * STEPS if scales == "role" else 0  # forward and backward
-    return Effort(rounds * inputs, rounds * (2 if whiten else 1), rounds * EVALUATIONS * inputs + steps)
+    captures = 1 + (halfway > 0)
+    by_role = scales == "role" and not job.few
+    steps = 3 * STEPS + 1 if by_role else 0  # forward and backward
+    looked_at = (len(START) if halfway else 0) + len(START) + 3 * (1 if by_role else ROUNDS)
+    return Effort(captures * inputs, captures * (2 if whiten else 1), looked_at + steps, FOLDS)
 
 
 @method(
@@ -64,7 +68,8 @@ def twofold(
         raise TaskferryError(f"twofold: halfway is between 0 and 1, views is 0 or more, got {halfway:g} and {views}")
     given, left_out = job, {} if patches else patch_changes(job)
     sites = {p.target.name: PATCH for p in job.pair.pairs if p.target.weight in left_out}
-    job = with_views(job, views)
+    if len(job.tau):
+        job = with_views(job.in_folds(), views)
     if any(name in left_out for name in job.tau.deltas):
         tau = TaskVector({name: delta for name, delta in job.tau.deltas.items() if name not in left_out})
         job = replace(job, tau=tau)
@@ -74,20 +79,20 @@ def twofold(
 
     again = bool(halfway)
     moved = job.move(replace(capture, again=again), maps, "base", sites)
-    curve, point = job.best_scale(moved.tau), 1
+    curve, point = job.best_scale(moved.judged, rounds=0 if again else ROUNDS), 1
     if again and curve.helps:
         both = (BASE, Point(halfway * job.tau, halfway * curve.best * moved.tau))
         second = job.move(replace(capture, points=both), maps, "halfway", sites)
-        found = job.best_scale(second.tau)
+        found = job.best_scale(second.judged, rounds=1 if scales == "role" and not job.few else ROUNDS)
         if found.loss(found.best) < curve.loss(curve.best):
             moved, curve, point = second, found, 2
+        else:
+            curve = job.best_scale(moved.judged)
     by_role: dict[str, float] = {}
-    if scales == "role" and curve.helps:
-        by_role, curve = _by_role(job, moved, curve, given.calibration.samples)
+    if scales == "role" and curve.helps and not job.few:
+        by_role, curve = _by_role(job, moved, curve)
     best = curve.best if curve.helps else 1.0  # what does not help is left as it is: the verdict refuses it
     scale = {name: by_role.get(job.pair.roles[name], best) for name in moved.tau.deltas}
-    if job.pair is not given.pair:  # other losses than those of the samples alone
-        curve = ScaleCurve(tuple(point for point in curve.points if point[0] in (0.0, curve.best)), curve.best)
     notes = {
         "captures": point,
         "calibration": {
@@ -102,26 +107,29 @@ def twofold(
     return replace(
         moved,
         tau=_with_reasons(moved.tau * scale, left_out, given.tau),
+        without=tuple(each * scale for each in moved.without),
         alignment=None if alignment is None else alignment.times(scale, rest=best),
         curve=curve,
         notes=notes,
     )
 
 
-def _by_role(job: Job, moved: Moved, curve: ScaleCurve, samples: int) -> tuple[dict[str, float], ScaleCurve]:
+def _by_role(job: Job, moved: Moved, curve: ScaleCurve) -> tuple[dict[str, float], ScaleCurve]:
     """A scale for each role, and the curve with the loss that they reach; none where one for all is as good."""
     roles = {name: job.pair.roles[name] for name in moved.tau.deltas}
-    parts = parts_of(job.calibration.side(1), samples)
 
-    def slopes(scales: Mapping[str, float], batches: Any) -> dict[str, float]:
-        return job.pair.slopes(moved.tau, scales, batches)
+    def slopes(scales: Mapping[str, float]) -> dict[str, float]:
+        return job.pair.slopes(moved.judged, scales)
 
-    by_role = scales_by_role(slopes, roles, curve.best, parts, job.pair.work.progress)
-    loss = job.pair.losses(moved.tau * {name: by_role[role] for name, role in roles.items()}, [1.0])[0]
+    by_role = scales_by_role(slopes, roles, curve, job.pair.work.progress)
+    scale = {name: by_role[role] for name, role in roles.items()}
+    folds = job.pair.losses([each * scale for each in moved.judged], [1.0])[0]
+    loss = job.mean(folds)
     if not loss < curve.loss(curve.best):  # NaN compares as false
         return {}, curve
     points = {**dict(curve.points), curve.best: loss}  # the curve of one scale, its best with all of them
-    return by_role, ScaleCurve(tuple(sorted(points.items())), curve.best)
+    untouched = [before for before, _ in curve.folds]
+    return by_role, ScaleCurve(tuple(sorted(points.items())), curve.best, tuple(zip(untouched, folds, strict=True)))
 
 
 def naming_head(job: Job) -> Classifier | None:
@@ -146,17 +154,23 @@ def with_views(job: Job, views: int) -> Job:
     if not views or not len(job.tau) or head is None or labels is None:
         return job
     made = Views(job.calibration, views, strength=0.5, blended=0.0)  # still clear enough to be named
-    size = max(map(len, job.calibration.side(0)))
-    numbers = range(made.samples, len(made))
-    more = Calibration(made.pair(numbers[i : i + size]) for i in range(0, len(numbers), size))
     if (job.pair.teacher(job.tau, head, job.calibration) == labels).double().mean() < 0.5:
         return job
+    size = max(map(len, job.calibration.side(0)))
+    fold_of = [A.fold for A, _ in job.calibration for _ in range(len(A))]
     pairs = []
+    for fold in range(job.calibration.folds):
+        numbers = [i for i in range(made.samples, len(made)) if fold_of[i % made.samples] == fold]
+        for start in range(0, len(numbers), size):
+            A, B = made.pair(numbers[start : start + size])
+            pairs.append((replace(A, fold=fold, judges=False), replace(B, fold=fold, judges=False)))
+    more = Calibration(pairs)
+    named = []
     for A, B in more.with_labels(job.pair.teacher(job.tau, head, more)):
         good = [i for i, label in enumerate(() if A.labels is None else A.labels) if bool((labels == label).any())]
         if good:
-            pairs.append((A.take(good), B.take(good)))
-    return replace(job, pair=job.pair.with_calibration(Calibration([*job.calibration, *pairs])))
+            named.append((A.take(good), B.take(good)))
+    return replace(job, pair=job.pair.with_calibration(Calibration([*job.calibration, *named])))
 
 
 def patch_changes(job: Job) -> dict[str, str]:
