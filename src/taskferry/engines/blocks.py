@@ -97,8 +97,8 @@ class BlockPair(ModelPair):
         """Fit and move block by block."""
         pairs, suffix = self.wanted(left_out), f", {stage}" if stage else ""
         loss = None if capture.backward or callable(self.objective) else ForwardOnly()
-        versions = capture.folds + (capture.folds > 1)  # of all samples, then without each fold
-        moving = [_Moving(tau, DiskDeltas(Path(tempfile.mkdtemp(dir=self.scratch)))) for _ in range(versions)]
+        own = [Path(tempfile.mkdtemp(dir=self.scratch)) for _ in range(capture.versions)]
+        moving = [_Moving(tau, DiskDeltas(folder)) for folder in own]
         with self._folder() as folder:
             runs = [
                 (self.run(0, folder, p.source, objective=loss), self.run(1, folder, p.target, objective=loss))
@@ -289,7 +289,7 @@ def _solve(
                 sides = both[0].side(blocks[0]), both[1].side(blocks[1])
             collect(statistics, *sides, pairs, calibration, capture)
     # The weights are gone before the maps are solved.
-    sums = [GroupSums.of(each, pairs) for each in statistics.versions()]
+    sums = [GroupSums.of(each, pairs) for each in statistics.versions(capture)]
     del statistics
     found = [solve_group(each, pairs, maps) for each in sums]
     source, target = ({name: model.shapes[name] for name in some} for model, some in zip(lazy, names, strict=True))

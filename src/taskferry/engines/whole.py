@@ -106,19 +106,18 @@ class WholePair(ModelPair):
         suffix = f", {stage}" if stage else ""
         known = 0 if self._known(groups, capture) is None else len(capture.points) - 1
         passes = (len(capture.points) - known) * len(share)
-        versions = capture.folds + (capture.folds > 1)
         capturing = Steps(self.work.progress, f"capture{suffix}", len(groups) * passes)
-        solving = Steps(self.work.progress, f"solve{suffix}", versions * 2 * len(pairs))
+        solving = Steps(self.work.progress, f"solve{suffix}", capture.versions * 2 * len(pairs))
         rests_on = repr((self.describe(capture.backward), maps, capture.key()))
         folder = self.work.resume if self.work.resume is None or not stage else self.work.resume / stage
         finished = Finished(folder, len(groups), rests_on)
-        solved = [Solved() for _ in range(versions)]
+        solved = [Solved() for _ in range(capture.versions)]
         for number, group in enumerate(groups):
-            done = [finished.load(number, group, version) if self.first else None for version in range(versions)]
+            done = [finished.load(number, group, i) if self.first else None for i in range(capture.versions)]
             if self.told(None not in done):
                 found = [each or Solved() for each in done]
                 capturing.step(passes)
-                solving.step(versions * 2 * len(group))
+                solving.step(capture.versions * 2 * len(group))
             else:
                 # A group's sums live in this call only: two groups never exist at once.
                 sums = self._capture(group, capture, share, uncounted, capturing.step, only=len(groups) == 1)
@@ -151,7 +150,7 @@ class WholePair(ModelPair):
                 collect(statistics, *self._sides(capture), group, share, capture, on_batch, uncounted)
         if only and capture.again:
             self._sums = (_kind(capture), [pair.target.name for pair in group], statistics)
-        return [GroupSums.of(each, group) for each in statistics.versions()]
+        return [GroupSums.of(each, group) for each in statistics.versions(capture)]
 
     def _known(self, groups: list[list[Pair]], capture: Capture) -> Statistics | None:
         """Sums that lack the last point of a capture alone."""

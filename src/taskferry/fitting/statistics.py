@@ -43,12 +43,17 @@ class Capture:
     points: tuple[Point, ...] = (BASE,)
     identity: Literal["inputs", "outputs"] | None = None  # a side whose coordinates stay as they are
     again: bool = False  # whether another capture will add a point to this one: its sums stay where they fit
-    folds: int = 1  # the parts that the samples are in: above one, there are maps without each of them as well
+    folds: int = 1  # the parts that the samples are in: above one, the last capture has maps without each as well
 
     @property
     def backward(self) -> bool:
         """Whether a backward pass is needed."""
         return "gradients" in (self.inputs, self.outputs)
+
+    @property
+    def versions(self) -> int:
+        """Of every map: of all samples, then without each fold."""
+        return 1 if self.again or self.folds == 1 else 1 + self.folds
 
     def numbers(self, pair: Pair) -> int:
         """Of the sums of a pair."""
@@ -116,10 +121,12 @@ class Statistics(Paired[CrossCovariance]):
         """The part of its fold."""
         return self.parts[batch.fold] if self.parts else self
 
-    def versions(self) -> list[Statistics]:
-        """Of all samples; then, where they are in folds, without each of the folds."""
+    def versions(self, capture: Capture) -> list[Statistics]:
+        """As many as a capture asks for: of all samples, then without each fold."""
         if not self.parts:
             return [self]
+        if capture.versions == 1:
+            return [_total(self.parts)]
         left = [[part for part in self.parts if part is not out] for out in self.parts]
         return [_total(self.parts), *(some[0] if len(some) == 1 else _total(some) for some in left)]
 

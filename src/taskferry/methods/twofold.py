@@ -78,16 +78,14 @@ def twofold(
         return replace(job.move(capture, maps, "base", sites), notes={"without a task vector": ALONE})
 
     again = bool(halfway)
-    moved = job.move(replace(capture, again=again), maps, "base", sites)
-    curve, point = job.best_scale(moved.judged, rounds=0 if again else ROUNDS), 1
+    rounds = 1 if scales == "role" and not job.few else ROUNDS  # scales of roles go on from there
+    moved, point = job.move(replace(capture, again=again), maps, "base", sites), 1
+    # Where halfway is need not be known well, and nothing else rests on it: by the maps of all samples.
+    curve = job.best_scale(moved.judged, rounds=0 if again else rounds)
     if again and curve.helps:
         both = (BASE, Point(halfway * job.tau, halfway * curve.best * moved.tau))
-        second = job.move(replace(capture, points=both), maps, "halfway", sites)
-        found = job.best_scale(second.judged, rounds=1 if scales == "role" and not job.few else ROUNDS)
-        if found.loss(found.best) < curve.loss(curve.best):
-            moved, curve, point = second, found, 2
-        else:
-            curve = job.best_scale(moved.judged)
+        moved, point = job.move(replace(capture, points=both), maps, "halfway", sites), 2
+        curve = job.best_scale(moved.judged, rounds=rounds)
     by_role: dict[str, float] = {}
     if scales == "role" and curve.helps and not job.few:
         by_role, curve = _by_role(job, moved, curve)
