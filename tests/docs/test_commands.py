@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import folders
-from tests.helpers.command import taskferry
+from tests.helpers.command import ranks, taskferry
 from tests.helpers.pages import ROOT, blocks
 
 pytest.importorskip("transformers")
@@ -28,16 +28,26 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line[2:]) for line in lines]
 
 
+@pytest.fixture(scope="module")
+def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages name."""
+    root = tmp_path_factory.mktemp("things")
+    folders.causal(root / "base-a", "LlamaForCausalLM", 16, 2, 1)
+    folders.causal(root / "base-b", "Qwen3ForCausalLM", 24, 3, 2)
+    folders.shifted(root / "base-a", root / "tuned-a", size=0.02)
+    folders.lora(root / "base-a", root / "my-lora", ["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    shutil.copytree(root / "my-lora", root / "adapters" / "one")
+    folders.prompts(root / "data.jsonl")
+    return root
+
+
 @pytest.fixture
-def desk(tmp_path: Path) -> Path:
-    """A working folder with what the pages name."""
-    folders.causal(tmp_path / "base-a", "LlamaForCausalLM", 16, 2, 1)
-    folders.causal(tmp_path / "base-b", "Qwen3ForCausalLM", 24, 3, 2)
-    folders.shifted(tmp_path / "base-a", tmp_path / "tuned-a", size=0.02)
-    folders.lora(tmp_path / "base-a", tmp_path / "my-lora", ["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    shutil.copytree(tmp_path / "my-lora", tmp_path / "adapters" / "one")
-    folders.prompts(tmp_path / "data.jsonl")
-    return tmp_path
+def desk(things: Path, tmp_path: Path) -> Path:
+    """A working folder of one's own with all of that, under the names that its adapters know."""
+    desk = Path(shutil.copytree(things, tmp_path / "desk"))
+    for config in desk.rglob("adapter_config.json"):
+        config.write_text(config.read_text().replace(str(things), str(desk)))
+    return desk
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != FROM_NOTHING], ids=lambda p: p.name)
@@ -51,14 +61,23 @@ def test_the_commands_run(page: Path, desk: Path) -> None:
         # Random small models gain nothing, which `--scale auto` would rightly refuse.
         options = ["--scale", "1"] if "transfer" in command and not {"--scale", "--paper"} & set(command) else []
         if command[0] == "torchrun":
-            whole = [sys.executable, "-m", "torch.distributed.run", *command[1:], *options]
-            done = subprocess.run(whole, cwd=desk, timeout=300, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stdout + done.stderr
+            torchrun([*command[1:], *options], desk)
             continue
         if command[1] == "fleet":
             pytest.importorskip("ray")
         assert command[0] == "taskferry", command
         taskferry(*command[1:], *options, cwd=desk)
+
+
+def torchrun(words: list[str], desk: Path) -> None:
+    """The launcher itself for `fit`; what it would start for anything else."""
+    start = words.index("taskferry") + 1
+    if words[start] == "fit":
+        whole = [sys.executable, "-m", "torch.distributed.run", *words]
+        done = subprocess.run(whole, cwd=desk, timeout=300, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    else:
+        ranks(int(words[words.index("--nproc-per-node") + 1]), *words[start:], cwd=desk)
 
 
 def test_pages_name_only_files_that_exist() -> None:

@@ -9,8 +9,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ from taskferry.checkpoints import Skeleton, load_model, read_adapter
 from taskferry.jobs.settings import DEFAULT_METHOD
 from taskferry.methods import methods
 from tests.helpers import folders
-from tests.helpers.command import taskferry
+from tests.helpers.command import ranks, taskferry
 from tests.helpers.texts import SECOND, TEXTS
 
 pytest.importorskip("transformers")
@@ -116,7 +114,9 @@ def cells(world: Path, whole: dict[str, TaskVector]) -> dict[tuple[str, str], Ta
         found[name, "blockwise"] = run_or_refuse(world, words, out)
         out = world / f"ranks-{name}"
         words = ["transfer", *pair(world, name), *scale, "--out", out]
-        found[name, "ranks"] = torchrun(world, words, out) if name in MAPS else refused(words, RANK="0", WORLD_SIZE="1")
+        if name in MAPS:
+            ranks(2, *words, "--quiet")
+        found[name, "ranks"] = moved(world, out) if name in MAPS else refused(words, RANK="0", WORLD_SIZE="1")
         fitted = world / f"{name}.alignment"
         words = ["fit", *pair(world, name), "--out", fitted]
         if name in OTHERS:
@@ -149,24 +149,6 @@ def refused(words: list[object], **environment: str) -> str:
     told = taskferry(*words, code=2, **environment).err
     assert not out.exists()
     return " ".join(told.removeprefix("taskferry:").split())
-
-
-def torchrun(world: Path, words: list[object], out: Path) -> TaskVector:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "taskferry",
-    ]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([*command, *map(str, words), "--quiet"], capture_output=True, text=True, env=variables,
-                          timeout=300, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return moved(world, out)
 
 
 @pytest.mark.parametrize("engine", ENGINES[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,16 +26,35 @@ class Ran:
         return json.loads(self.out)
 
 
-def taskferry(*arguments: object, code: int = 0, cwd: Path | None = None, **environment: str) -> Ran:
-    """Run `taskferry …` and expect an exit code: in a fork of a warm process, or in a new one.
+def ranks(count: int, *arguments: object, before: str = "", cwd: Path | None = None, **environment: str) -> Ran:
+    """`torchrun --nproc-per-node COUNT -m taskferry …` without its start: the same variables, in forks.
 
-    A new one for other variables, and for a fleet: Ray does not start its workers from a fork.
+    `before` is run in each of them first.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        met = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
+    each = [{**_variables(), **met, "RANK": str(i), "LOCAL_RANK": str(i), **environment} for i in range(count)]
+    words = [str(word) for word in arguments]
+    ran = _warm(words, cwd, each, before)
+    assert ran.code == 0, f"{count} ranks of taskferry {' '.join(words)}\n{ran.out}\n{ran.err}"
+    return ran
+
+
+def taskferry(*arguments: object, code: int | None = 0, cwd: Path | None = None, **environment: str) -> Ran:
+    """Run `taskferry …` and expect an exit code, or any (None): in a fork of a warm process, or in a new one.
+
+    A new one for a fleet: Ray does not start its workers from a fork.
     """
     words = [str(word) for word in arguments]
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "TERM": "dumb", **environment}
-    ran = _new(words, cwd, variables) if environment or words[:1] == ["fleet"] else _warm(words, cwd, variables)
-    assert ran.code == code, f"taskferry {' '.join(words)}\n{ran.out}\n{ran.err}"
+    variables = {**_variables(), **environment}
+    ran = _new(words, cwd, variables) if words[:1] == ["fleet"] else _warm(words, cwd, [variables])
+    assert code in (None, ran.code), f"taskferry {' '.join(words)}\n{ran.out}\n{ran.err}"
     return ran
+
+
+def _variables() -> dict[str, str]:
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "TERM": "dumb"}
 
 
 def _new(words: list[str], cwd: Path | None, variables: dict[str, str]) -> Ran:
@@ -43,13 +63,13 @@ def _new(words: list[str], cwd: Path | None, variables: dict[str, str]) -> Ran:
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
-def _warm(words: list[str], cwd: Path | None, variables: dict[str, str]) -> Ran:
+def _warm(words: list[str], cwd: Path | None, processes: list[dict[str, str]], before: str = "") -> Ran:
     server = _server(os.getpid())
     assert server.stdin is not None
     assert server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        request = {"arguments": words, "folder": str(cwd or Path.cwd()), "variables": variables}
+        request = {"arguments": words, "folder": str(cwd or Path.cwd()), "processes": processes, "before": before}
         server.stdin.write(json.dumps({**request, "out": str(out), "err": str(err)}) + "\n")
         server.stdin.flush()
         code = int(server.stdout.readline())
@@ -58,8 +78,7 @@ def _warm(words: list[str], cwd: Path | None, variables: dict[str, str]) -> Ran:
 
 @cache
 def _server(process: int) -> subprocess.Popen[str]:
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "TERM": "dumb"}
     server = subprocess.Popen([sys.executable, "-m", "tests.helpers.warm"], cwd=Path(__file__).parents[2], text=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables)  # fmt: skip
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_variables())  # fmt: skip
     atexit.register(server.kill)
     return server

@@ -1,7 +1,8 @@
 """A process with everything imported that runs commands in forks of itself: the start of Python is most of a small one.
 
-Each line of the input is a request in JSON (arguments, folder, variables, files for what is said); each line of the
-output is the exit code. What runs is the installed command's own `main`, in a process of its own.
+Each line of the input is a request in JSON (arguments, folder, files for what is said, and the variables of each of its
+processes, all of which run at once); each line of the output is the largest exit code. What runs is the installed
+command's own `main`, in a process of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 from typing import Any
@@ -20,16 +22,21 @@ IMPORTS = (
 )  # fmt: skip
 
 
-def run(request: dict[str, Any]) -> None:
+LIMIT = 600  # seconds: a command that hangs fails its test
+
+
+def run(request: dict[str, Any], variables: dict[str, str]) -> None:
     """In the fork; does not return."""
     code: Any = 1
     try:
+        signal.alarm(LIMIT)
         for number, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.chdir(request["folder"])
         os.environ.clear()
-        os.environ.update(request["variables"])
+        os.environ.update(variables)
+        exec(request["before"], {})
         sys.argv = ["taskferry", *request["arguments"]]
         from taskferry.cli import main
 
@@ -54,11 +61,14 @@ def serve() -> None:
     told = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
         request = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            run(request)
-        _, status = os.waitpid(child, 0)
-        told.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        children = []
+        for variables in request["processes"]:
+            child = os.fork()
+            if child == 0:
+                run(request, variables)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        told.write(f"{max(codes, key=abs)}\n")
 
 
 if __name__ == "__main__":
