@@ -189,7 +189,7 @@ def main() -> None:
     started = time.time()
     sizes = QUICK if options.quick else FULL
     vocabulary_size = len(dict.fromkeys(WORDS)) + 3 if options.quick else 32_000
-    samples, words, limit = (8, 32, int(1.2 * 2**30)) if options.quick else (16, 64, 3 * 2**30)
+    samples, words, limit = (4, 32, int(1.2 * 2**30)) if options.quick else (16, 64, 3 * 2**30)
     minutes = 3 if options.quick else 60
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         work = Path(temporary)
