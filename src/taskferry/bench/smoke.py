@@ -9,6 +9,7 @@ from taskferry.bench.running import ORACLE, TARGET, TUNED, Record
 
 LIMIT = 300.0  # seconds
 MARGIN = 2.0  # points; a row that needs no samples may gain no more
+POINT = 1.0  # what a row may be below one that it must reach
 
 
 def smoke_failures(records: Sequence[Record], seconds: float) -> list[str]:
@@ -24,6 +25,12 @@ def smoke_failures(records: Sequence[Record], seconds: float) -> list[str]:
         f"{high} ({scores[high]:.1f}) is not above {low} ({scores[low]:.1f})"
         for high, low in above
         if not scores[high] > scores[low]
+    ]
+    failures += [
+        f"{name} ({scores[name]:.1f}) does not reach {low} ({scores[low]:.1f})"
+        for name, kind in known.items()
+        for low in kind.row.reaches
+        if scores[name] < scores[low] - POINT
     ]
     for name in (name for name, kind in known.items() if not kind.drawn and name in scores):
         if scores[name] > scores[TARGET] + MARGIN:

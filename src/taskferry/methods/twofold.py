@@ -28,7 +28,7 @@ from taskferry.taskvector import TaskVector
 PATCH = "a patch embedding: the target is better off with its own on the benchmarks (patches=true moves it)"
 ALONE = "fitted without a task vector: one capture at the base models, no second one halfway, no scales"
 ROWS = (
-    TableRow("twofold", auto_scale=True, passes=(9.0, 17.0), curve=5),
+    TableRow("twofold", auto_scale=True, passes=(9.0, 17.0), beats=("target", "theseus"), reaches=("bico",), curve=5),
     TableRow("twofold, teacher", auto_scale=True, teacher=True, passes=(28 / 3, 17.0)),
 )
 
