@@ -146,9 +146,7 @@ class TableRow:
     teacher: bool = False  # labels from the tuned source, whatever the data says
     passes: tuple[float, float] = (1.0, 1.0)  # of the source and the target, in forward and backward passes
     beats: tuple[str, ...] = ()  # rows that it must be above on the smallest benchmark
-    reaches: tuple[
-        str, ...
-    ] = ()  # rows that it must not be below there by more than a point
+    reaches: tuple[str, ...] = ()  # rows that it must not be below there by more than a point
     curve: int | None = None  # its colour and mark in figures; None: in tables alone
     compared: bool = False  # held to the tuned target in an analysis
 
