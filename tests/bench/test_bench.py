@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from taskferry import TaskferryError
+from taskferry.bench import code as code_module
+from taskferry.bench import running
 from taskferry.bench.planning import plan_recipe
 from taskferry.bench.recipe import load_recipe, recipe_names
 from taskferry.bench.rows import Mover, rows
@@ -166,6 +168,48 @@ def test_a_changed_recipe_takes_no_old_results(tmp_path: Path) -> None:
     for change in ({"finetune": longer}, {"test_samples": 9}, {"models": swapped}):
         with pytest.raises(AssertionError, match="again"):
             run_recipe(recipe.model_copy(update=change), "t", places, Never())
+
+
+def test_rows_of_another_code_are_made_again_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, places = stand_in(load_recipe("paper/tableG"), tmp_path)
+    recipe = recipe.model_copy(update={"rows": ["naive", "bico"], "tasks": {"mnist": recipe.tasks["eurosat"]}})
+    before = run_recipe(recipe, "t", places)
+    told: list[str] = []
+
+    class Told(Reporter):
+        def score(self, record: dict[str, Any]) -> None:
+            told.append(record["row"])
+
+    code = running.code
+    monkeypatch.setattr(running, "code", lambda row: "other" if row == "bico" else code(row))
+    after = run_recipe(recipe, "t", places, Told())
+    assert set(told) == {*BASE_ROWS, "bico"}  # what stands beside it is scored with it
+    assert [[(e["row"], e["score"]) for e in r["rows"]] for r in after] == [
+        [(e["row"], e["score"]) for e in r["rows"]] for r in before
+    ]
+    run_recipe(recipe, "t", places, Never())
+
+
+def test_a_row_rests_on_the_code_that_makes_it() -> None:
+    """On what its method imports or runs by name, and on nothing else; words about the code do not count."""
+    found = rows()
+    assert found["bico"].code == found["bico, automatic scale"].code != found["theseus"].code
+    reached = code_module._reached("taskferry.methods.distil")
+    assert {"taskferry.methods.bico", "taskferry.maths.procrustes", "taskferry.calibration.augmentation"} <= reached
+    assert "taskferry.methods.twofold" not in reached
+    assert not any(name.startswith(("taskferry.cli", "taskferry.report")) for name in reached)
+
+
+def test_code_is_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "taskferry_probe.py"
+    hashes = []
+    for text in ("def f():\n    return 1\n", '"""Words."""\n\ndef f():  # more\n    """Too."""\n    return 1\n',
+                 "def f():\n    return 2\n"):  # fmt: skip
+        file.write_text(text)
+        code_module._parsed.cache_clear()
+        hashes.append(code_module._parsed("taskferry_probe")[0])
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_a_draw_that_cannot_be_made_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:

@@ -9,9 +9,12 @@ import time
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from taskferry.bench.code import code_of
 from taskferry.fitting.objectives import Classifier
 from taskferry.methods import CannotMove, Job, Method, Moved, TableRow, methods
 from taskferry.taskvector import TaskVector
+
+SCORED = ("taskferry.fitting.preparation", "taskferry.evaluation.scoring")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,11 @@ class RowKind:
     def drawn(self) -> bool:
         """Depends on the calibration samples."""
         return self.method.needs.samples
+
+    @property
+    def code(self) -> str:
+        """A hash of the code that makes a score of it: of the method, of the samples' preparation, of the scoring."""
+        return code_of(self.method.function.__module__, *SCORED)
 
 
 @cache

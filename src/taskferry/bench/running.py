@@ -9,15 +9,16 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from taskferry.bench.code import code_of
 from taskferry.bench.recipe import Cell, Recipe
-from taskferry.bench.rows import Mover, rows
+from taskferry.bench.rows import SCORED, Mover, rows
 from taskferry.calibration.batch import Batch
 from taskferry.calibration.data import Samples, load_samples
 from taskferry.calibration.samplers import choose
@@ -98,7 +99,7 @@ class Bench:
         return self._tasks[name]
 
     def identity(self, task: str, *models: str, scored: bool = True) -> str:
-        """A hash of all that a fine-tune rests on, or a score: weights, samples, protocol, heads."""
+        """A hash of all that a fine-tune rests on, or a score: weights, samples, protocol with its code, heads."""
         for name in models:
             self.model(name)
         recipe, data = self.recipe, self.task(task)
@@ -108,6 +109,7 @@ class Bench:
             "templates": recipe.tasks[task].templates,
             "max_length": recipe.tasks[task].max_length,
             "finetune": recipe.finetune.model_dump(),
+            "code": code_of("taskferry.evaluation.finetuning", deep=False),
             "kind": recipe.kind,
         }
         if scored:
@@ -250,9 +252,9 @@ class TaskData:
 
 
 def run_recipe(recipe: Recipe, name: str, places: Places, reporter: Reporter | None = None) -> list[Record]:
-    """Every cell of a recipe; those that an earlier run finished are read from its results.
+    """Every cell of a recipe; what an earlier run finished is read from its results.
 
-    A result is taken only if weights, samples, protocol and heads are the same.
+    A result is taken only if weights, samples, protocol, heads and the code that made it are the same.
     """
     reporter = reporter or Reporter()
     file = places.records(name)
@@ -263,17 +265,24 @@ def run_recipe(recipe: Recipe, name: str, places: Places, reporter: Reporter | N
     for done, cell in enumerate(cells, 1):
         of = bench.identity(cell.task, cell.source, cell.target)
         key = {**cell.key(), "rows": list(cell.rows), "of": of}
-        if _key(key) not in known:
-            rows = []
-            for record in bench.run(cell):
-                rows.append(record)
+        stored = known.get(_key(key), {"rows": []})["rows"]
+        now = {entry["row"]: entry for entry in stored if entry.get("code") == code(entry["row"])}
+        if not stored or len(now) < len(stored):
+            for record in bench.run(replace(cell, rows=tuple(row for row in cell.rows if row not in now))):
+                now[record["row"]] = {**record, "code": code(record["row"])}
                 reporter.score({**cell.key(), **record})
-            known[_key(key)] = {"cell": key, "rows": rows}
+            order = [row for row in (*BASE_ROWS, *cell.rows) if row in now]
+            known[_key(key)] = {"cell": key, "rows": [now[row] for row in order]}
             with file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(known[_key(key)]) + "\n")
         records.append(known[_key(key)])
         reporter.cell(done, len(cells), cell)
     return records
+
+
+def code(row: str) -> str:
+    """A hash of the code behind a row."""
+    return code_of(*SCORED) if row in BASE_ROWS else rows()[row].code
 
 
 def finished(file: Path) -> list[Record]:
