@@ -9,7 +9,7 @@ import torch
 
 from taskferry import Calibration, TaskferryError, TaskVector, fit
 from taskferry.jobs.settings import TransferSettings
-from taskferry.methods import Job, run
+from taskferry.methods import Job, methods, run
 from taskferry.settings import load_settings
 from tests.helpers.tiny import TINY, relative, tuned
 
@@ -33,6 +33,23 @@ def test_the_paper_and_something_else_is_a_contradiction() -> None:
 def test_without_it_the_defaults_stand() -> None:
     found = load_settings(TransferSettings, None, {**GIVEN, "paper": False})
     assert (found.map_rank, found.scale) == ("range", "auto")
+
+
+def test_an_effort_is_settings_of_the_method_and_yields_to_those_given() -> None:
+    def own(**given: object) -> dict[str, object]:
+        return load_settings(TransferSettings, None, {**GIVEN, **given}).chosen()[1]
+
+    assert own() == own(effort="standard") == {}
+    assert own(effort="fast") == {"halfway": 0.0, "scales": "one"}
+    assert own(effort="thorough", method_settings={"views": 1}) == {"views": 1}
+    with pytest.raises(TaskferryError, match="the method bico has no effort 'fast': leave --effort out"):
+        own(effort="fast", method="bico")
+    with pytest.raises(TaskferryError, match="the method bico has no effort 'thorough'"):
+        own(effort="thorough", paper=True)
+    for known in methods().values():
+        for effort, settings in known.efforts.items():
+            assert effort in ("fast", "thorough")
+            assert known.checked(settings) != known.checked({}), (known.name, effort)
 
 
 def test_full_rank_is_another_result_where_samples_are_few() -> None:

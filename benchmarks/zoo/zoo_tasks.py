@@ -3,8 +3,9 @@
     python benchmarks/zoo/zoo_tasks.py OUT [task …]
 
 Seven tasks: handwriting (mnist, letters), photographs (fashion, cifar10), glyphs of fonts that no model saw under
-corruptions that no model saw (occluded, case), and drawings of classes that no model saw (drawings). At most 4,000
-training and 1,000 test pictures each; glyph tasks split by font, the rest as published.
+corruptions that no model saw (occluded, case), and drawings of classes that no model saw (drawings). Two more that no
+choice was ever made on: traffic signs (signs) and surfaces (textures). At most 4,000 training and 1,000 test pictures
+each; glyph tasks split by font, the rest as published.
 """
 
 from __future__ import annotations
@@ -26,6 +27,14 @@ from benchmarks.zoo import zoo_data
 TRAIN, TEST = 4000, 1000
 LETTERS = [chr(ord("a") + i) for i in range(26)]
 CLOTHES = ["t-shirt", "pants", "sweater", "dress", "jacket", "flip flops", "shirt", "shoe", "purse", "boot"]
+SIGNS = ["limit 20", "limit 30", "limit 50", "limit 60", "limit 70", "limit 80", "end of 80", "limit 100", "limit 120",
+         "no passing", "no passing for trucks", "right of way", "priority road", "yield", "stop", "no vehicles",
+         "no trucks", "no entry", "caution", "curve to the left", "curve to the right", "double curve", "bumpy road",
+         "slippery road", "narrow road", "road work", "traffic signals", "pedestrians", "children", "bicycles", "snow",
+         "animals", "end of all limits", "turn right", "turn left", "ahead only", "ahead or right", "ahead or left",
+         "keep right", "keep left", "roundabout", "end of no passing", "end of no passing for trucks"]  # fmt: skip
+TEXTURES = ["banded", "blotchy", "braided", "bubbly", "bumpy", "chequered", "cobwebbed", "cracked", "crosshatched",
+            "crystalline"]  # fmt: skip
 THINGS = ["airplane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 
@@ -94,6 +103,8 @@ TASKS: dict[str, tuple[Any, list[str]]] = {
     "occluded": (lambda split: glyph_task(split, upper, occlude), LETTERS),
     "case": (lambda split: glyph_task(split, case, drown), ["capital letter", "small letter", "digit"]),
     "drawings": (drawings, list(zoo_data.HELD_OUT)),
+    "signs": (lambda split: published(lambda s: zoo_data.shared_images("gtsrb", s), split), SIGNS),
+    "textures": (lambda split: published(lambda s: zoo_data.shared_images("dtd10", s), split), TEXTURES),
 }
 
 

@@ -157,7 +157,7 @@ class Bench:
                 continue
             try:
                 moved, scale, seconds = mover.move(row)
-                score = self._score(cell.target, cell.task, moved, scale, prepared, 1)
+                score = self.score(cell.target, cell.task, moved, scale, prepared, 1)
             except TaskferryError as error:
                 yield {"row": row, "refused": str(error)}
                 continue
@@ -189,9 +189,10 @@ class Bench:
             (TUNED, cell.source, 0, self.tuned(cell.source, cell.task)),
         )
         for row, name, side, tau in sides:
-            yield {"row": row, "score": self._score(name, cell.task, tau, 1.0, prepared, side)}
+            yield {"row": row, "score": self.score(name, cell.task, tau, 1.0, prepared, side)}
 
-    def _score(self, name: str, task: str, tau: TaskVector, scale: float, prepared: Prepared, side: int) -> float:
+    def score(self, name: str, task: str, tau: TaskVector, scale: float, prepared: Prepared, side: int) -> float:
+        """The test score of a model with a task vector added."""
         loaded = self.model(name)
         with moved_by(loaded.model, tau) as set_scale:
             set_scale(scale)

@@ -11,7 +11,7 @@ from taskferry.engines.memory import give_back
 from taskferry.fitting.scale import START
 from taskferry.jobs.cost import Plan, apply_cost, resident, size
 from taskferry.jobs.machine import Machine
-from taskferry.methods import Effort
+from taskferry.methods import Cost
 from taskferry.sites.discovery import block_paths
 from taskferry.sites.pairing import Pair
 
@@ -20,7 +20,7 @@ LIBRARIES = 200 * 2**20  # what the first passes load and keep, beyond any block
 EFFICIENCY = 0.6  # of a bare product, in a model's own passes
 
 
-def plan_blocks(pair: BlockPair, pairs: list[Pair], effort: Effort) -> Plan:
+def plan_blocks(pair: BlockPair, pairs: list[Pair], cost: Cost) -> Plan:
     """Time and peak memory; every block of a model has the size of its largest."""
     machine = Machine.of("cpu")
     give_back()
@@ -42,15 +42,15 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], effort: Effort) -> Plan:
     bits = pair.lazy[1].dtype.itemsize
     stored = [(sum(some) + out) * bits // 4 for some, out in zip(sizes, outer, strict=True)]
     block_A, block_B = max(sizes[0]), max(sizes[1])
-    points = max(1, min(2, effort.captures))
-    versions = effort.folds + (effort.folds > 1)
+    points = max(1, min(2, cost.captures))
+    versions = cost.folds + (cost.folds > 1)
     edges = points * 4 * tokens * sum(widths)
     largest = versions * max(sums.values())
     shapes = [(p.source.shape, p.target.shape) for p in max(groups.values(), key=len)]
     held = 4 * batch * sum(a[0] + a[1] for a, _ in shapes)
     graph = 4 * batch * 2 * sum(b[0] + b[1] for _, b in shapes)
     workspace = max(8 * 3 * min(tokens * (a + b), 2 * a * b) for some in maps.values() for a, b in some)
-    scales = len(START) if effort.evaluations > 2 else 2
+    scales = len(START) if cost.evaluations > 2 else 2
     peak = max(
         block_A + block_B + edges + held + graph + points * largest,  # capture
         edges + (1 + points) * largest + workspace,  # solve
@@ -59,17 +59,17 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], effort: Effort) -> Plan:
         2 * block_B + scales * 4 * tokens * widths[1] + graph,  # several scales at once
     )
     speed = EFFICIENCY * machine.product
-    walks = effort.folds * effort.evaluations / len(START)  # weights with a change added are those of one fold
+    walks = cost.folds * cost.evaluations / len(START)  # weights with a change added are those of one fold
     stages = {
-        "forward": effort.captures * (2 * sum(stored) / READING + 3 * sum(flops) / speed),
-        "capture": effort.captures * sum(tokens * a * b for some in maps.values() for a, b in some) / machine.product,
-        "solve": effort.solves
-        * sum(machine.solve_seconds(tokens, a, b, effort.folds) for some in maps.values() for a, b in some),
-        "apply": max(1, effort.captures)
+        "forward": cost.captures * (2 * sum(stored) / READING + 3 * sum(flops) / speed),
+        "capture": cost.captures * sum(tokens * a * b for some in maps.values() for a, b in some) / machine.product,
+        "solve": cost.solves
+        * sum(machine.solve_seconds(tokens, a, b, cost.folds) for some in maps.values() for a, b in some),
+        "apply": max(1, cost.captures)
         * versions
         * sum(apply_cost(p.source.shape, p.target.shape) for p in pairs)
         / machine.product,
-        "scale": walks * stored[1] / READING + effort.evaluations * flops[1] / speed,
+        "scale": walks * stored[1] / READING + cost.evaluations * flops[1] / speed,
         "check": 2 * stored[1] / READING + (2 * sum(sum(some) for some in sizes) + sum(stored)) / machine.hashing,
     }
     return Plan(

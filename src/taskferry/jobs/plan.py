@@ -29,7 +29,7 @@ from taskferry.fitting.statistics import Statistics
 from taskferry.jobs.block_plan import plan_blocks
 from taskferry.jobs.cost import Plan, apply_cost, resident, size
 from taskferry.jobs.machine import Machine
-from taskferry.methods import FOLDS, Effort, Job, Method
+from taskferry.methods import FOLDS, Cost, Job, Method
 from taskferry.sites.pairing import Pair
 
 TRIAL = 1.5  # seconds that a trial may take, roughly
@@ -48,17 +48,17 @@ class _Trial:
 
 def plan_job(job: Job, method: Method, own: Mapping[str, Any], scale: float | str | None = None) -> Plan:
     """What a method will take on a job; `scale` is None where none is looked at."""
-    effort = method.cost(job, own)
-    looked_at = EVALUATIONS if scale == "auto" and effort.evaluations == 0 else 2 if scale is not None else 0
-    folds = FOLDS if scale == "auto" and method.needs.maps else effort.folds
-    effort = replace(effort, evaluations=effort.evaluations + looked_at, folds=folds)
+    cost = method.cost(job, own)
+    looked_at = EVALUATIONS if scale == "auto" and cost.evaluations == 0 else 2 if scale is not None else 0
+    folds = FOLDS if scale == "auto" and method.needs.maps else cost.folds
+    cost = replace(cost, evaluations=cost.evaluations + looked_at, folds=folds)
     left_out = {} if job.every_site else unchanged(job.pair.pairs, job.tau.deltas.keys())
     if isinstance(job.pair, BlockPair):
-        return plan_blocks(job.pair, job.pair.wanted(left_out), effort)
-    return plan_whole(job.pair, job.pair.wanted(left_out), effort)
+        return plan_blocks(job.pair, job.pair.wanted(left_out), cost)
+    return plan_whole(job.pair, job.pair.wanted(left_out), cost)
 
 
-def plan_whole(pair: ModelPair, pairs: list[Pair], effort: Effort) -> Plan:
+def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost) -> Plan:
     """From sizes, a trial and a second of measurement."""
     source, target = pair.source, pair.target
     machine = Machine.of(device_of(target).type)
@@ -67,7 +67,7 @@ def plan_whole(pair: ModelPair, pairs: list[Pair], effort: Effort) -> Plan:
     sums = [*trial.statistics.inputs.values(), *trial.statistics.outputs.values()]
     maps = [(round(S.rows * trial.whole), S.d_A, S.d_B) for S in sums]
     weights = sum(p.numel() * p.element_size() for model in (source, target) for p in model.parameters())
-    versions = effort.folds + (effort.folds > 1)
+    versions = cost.folds + (cost.folds > 1)
     held = versions * sum(4 * min(rows * (a + b), a * b) for rows, a, b in maps)
     memory = pair.work.sums_memory
     groups = max(1, -(-held // memory))
@@ -82,11 +82,11 @@ def plan_whole(pair: ModelPair, pairs: list[Pair], effort: Effort) -> Plan:
         weights_bytes=weights,
         memory_bytes=now + _working_memory(trial, maps, min(held, memory)),
         stages={
-            "capture": effort.captures * (groups * passes + products / machine.product),
-            "solve": effort.solves * sum(machine.solve_seconds(*each, effort.folds) for each in maps),
-            "apply": max(1, effort.captures) * versions * moving / machine.product,
+            "capture": cost.captures * (groups * passes + products / machine.product),
+            "solve": cost.solves * sum(machine.solve_seconds(*each, cost.folds) for each in maps),
+            "apply": max(1, cost.captures) * versions * moving / machine.product,
             "hash": weights / machine.hashing,
-            "scale": effort.evaluations * 0.25 * passes,  # a forward pass of the target: half of its half
+            "scale": cost.evaluations * 0.25 * passes,  # a forward pass of the target: half of its half
         },
     )
 

@@ -21,6 +21,9 @@ class MethodSettings(CalibrationSettings, MapSettings):
     source_base: str = Field(description="the base model that was tuned")
     target_base: str = Field(description="the base model to move to")
     method: str = Field(DEFAULT_METHOD, description="how it is moved: `taskferry methods` lists them")
+    effort: Literal["fast", "standard", "thorough"] = Field(
+        "standard", description="how much of its work the method does; its page says what that is worth"
+    )
     method_settings: dict[str, Any] = Field({}, description="settings of the method, such as inputs=gradients")
 
     @field_validator("method_settings", mode="before")
@@ -40,9 +43,9 @@ class MethodSettings(CalibrationSettings, MapSettings):
         return "ranks" if started_by_torchrun() else "whole"
 
     def chosen(self) -> tuple[Method, dict[str, Any]]:
-        """The method and its settings: those given for it, and the general ones that it has; others must be default."""
+        """The method and its settings: those of its effort, those given for it, and the general ones that it has."""
         method = find(self.method)
-        own = dict(self.method_settings)
+        own = {**method.at(self.effort), **self.method_settings}
         for name in _SHARED:
             value = getattr(self, name)
             if value == type(self).model_fields[name].default:

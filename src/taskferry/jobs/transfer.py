@@ -114,6 +114,7 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
         f"seed {settings.seed}",
         "labels": prepared.labels,
         "method": " ".join([settings.method, *(f"{k}={v}" for k, v in settings.method_settings.items())]),
+        **({"effort": settings.effort} if settings.chosen()[0].efforts else {}),
         "engine": models.pair.engine,
         "objective": prepared.objectives[1].describe(),
         "scale": "chosen on the samples" if settings.scale == "auto" else f"{settings.scale:g}",

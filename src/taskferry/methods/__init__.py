@@ -3,7 +3,7 @@
 from taskferry.engines.pair import CannotMove, Moved
 from taskferry.methods.registry import (
     FOLDS,
-    Effort,
+    Cost,
     Job,
     MapRank,
     Method,
@@ -22,7 +22,7 @@ from taskferry.methods.registry import (
 __all__ = [
     "FOLDS",
     "CannotMove",
-    "Effort",
+    "Cost",
     "Job",
     "MapRank",
     "Method",

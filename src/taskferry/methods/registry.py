@@ -33,6 +33,7 @@ from taskferry.sites import family_of
 from taskferry.sites.family import HEAD
 from taskferry.taskvector import TaskVector
 
+STANDARD = "standard"  # effort: a method's own defaults
 FOLDS = 2
 FEW = 50  # samples: with fewer no scale above the paper's 1 is tried, and no more than one scale is chosen
 MapRank = Annotated[RankPolicy, "directions kept: those the samples show, or all"]
@@ -161,7 +162,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Effort:
+class Cost:
     """What a method costs beside one moved change, for the plan."""
 
     captures: int = 0
@@ -180,8 +181,16 @@ class Method:
     settings: Mapping[str, tuple[Any, Any, str]]  # name -> (type, default, help)
     needs: Needs
     shown: Shown
-    effort: Callable[..., Effort] | None = None
+    costs: Callable[..., Cost] | None = None
     paper: Mapping[str, Any] | None = None  # what --paper fixes, where this is the published method
+    efforts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # beside its defaults: name -> settings
+
+    def at(self, effort: str) -> dict[str, Any]:
+        """Its settings at an effort; a method that has one effort alone takes the standard one."""
+        if effort != STANDARD and effort not in self.efforts:
+            able = ", ".join(known.name for known in methods().values() if effort in known.efforts)
+            raise TaskferryError(f"the method {self.name} has no effort '{effort}': leave --effort out ({able} has it)")
+        return dict(self.efforts.get(effort, {}))
 
     def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Settings with defaults filled in; unknown names and wrong values fail, all together."""
@@ -222,11 +231,11 @@ class Method:
         alignment = None if moved.alignment is None else replace(moved.alignment, provenance=provenance)
         return replace(moved, alignment=alignment, provenance=provenance)
 
-    def cost(self, job: Job, given: Mapping[str, Any]) -> Effort:
+    def cost(self, job: Job, given: Mapping[str, Any]) -> Cost:
         """What it will take."""
-        if self.effort is not None:
-            return self.effort(job, **self.checked(given))
-        return Effort(self.needs.captures, self.needs.captures)
+        if self.costs is not None:
+            return self.costs(job, **self.checked(given))
+        return Cost(self.needs.captures, self.needs.captures)
 
 
 _METHODS: dict[str, Method] = {}
@@ -236,8 +245,9 @@ def method(
     *,
     needs: Needs,
     shown: Shown,
-    effort: Callable[..., Effort] | None = None,
+    costs: Callable[..., Cost] | None = None,
     paper: Mapping[str, Any] | None = None,
+    efforts: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Callable[[Callable[..., Moved]], Callable[..., Moved]]:
     """Register a function `(job, *, settings…) -> Moved` under its name."""
 
@@ -250,7 +260,7 @@ def method(
             settings[parameter.name] = (kind, parameter.default, text)
         name = function.__name__.replace("_", "-")
         summary = (inspect.getdoc(function) or "").split("\n")[0]
-        _METHODS[name] = Method(name, function, summary, settings, needs, shown, effort, paper)
+        _METHODS[name] = Method(name, function, summary, settings, needs, shown, costs, paper, efforts or {})
         return function
 
     return register

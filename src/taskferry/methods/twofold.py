@@ -22,27 +22,30 @@ from taskferry.fitting.scale import ROUNDS, START, ScaleCurve
 from taskferry.fitting.statistics import BASE, Capture, Point
 from taskferry.maths.procrustes import DEFAULT_TOLERANCE
 from taskferry.maths.whitening import UnitRows, Whitened
-from taskferry.methods import FOLDS, Effort, Job, MapRank, Moved, Needs, Shown, TableRow, Tolerance, method
+from taskferry.methods import FOLDS, Cost, Job, MapRank, Moved, Needs, Shown, TableRow, Tolerance, method
 from taskferry.taskvector import TaskVector
 
 PATCH = "a patch embedding: the target is better off with its own on the benchmarks (patches=true moves it)"
 ALONE = "fitted without a task vector: one capture at the base models, no second one halfway, no scales"
+EFFORTS: dict[str, dict[str, Any]] = {"fast": {"halfway": 0.0, "scales": "one"}, "thorough": {"views": 3}}
 ROWS = (
-    TableRow("twofold", auto_scale=True, passes=(9.0, 17.0), beats=("target", "theseus"), reaches=("bico",), curve=5),
-    TableRow("twofold, teacher", auto_scale=True, teacher=True, passes=(28 / 3, 17.0)),
+    TableRow("twofold", auto_scale=True, passes=(2.0, 11.0), beats=("target", "theseus"), reaches=("bico",), curve=5),
+    TableRow("twofold, teacher", auto_scale=True, teacher=True, passes=(7 / 3, 11.0)),
+    TableRow("twofold, fast", EFFORTS["fast"], auto_scale=True, passes=(1.0, 5.0)),
+    TableRow("twofold, thorough", EFFORTS["thorough"], auto_scale=True, passes=(9.0, 17.0)),
 )
 
 
-def effort(job: Job, *, halfway: float, views: int, whiten: bool, scales: str, **_: Any) -> Effort:
+def costs(job: Job, *, halfway: float, views: int, whiten: bool, scales: str, **_: Any) -> Cost:
     """Captures grow with the augmented views; whitening decomposes about as much again as the maps do."""
     if not len(job.tau):
-        return Effort(1, 2 if whiten else 1)
+        return Cost(1, 2 if whiten else 1)
     inputs = 1 if naming_head(job) is None else 1 + views
     captures = 1 + (halfway > 0)
     by_role = scales == "role" and not job.few
     steps = 3 * STEPS + 1 if by_role else 0  # forward and backward
     looked_at = (len(START) if halfway else 0) + len(START) + 3 * (1 if by_role else ROUNDS)
-    return Effort(captures * inputs, captures * (2 if whiten else 1), looked_at + steps, FOLDS)
+    return Cost(captures * inputs, captures * (2 if whiten else 1), looked_at + steps, FOLDS)
 
 
 @method(
@@ -50,14 +53,15 @@ def effort(job: Job, *, halfway: float, views: int, whiten: bool, scales: str, *
     shown=Shown(
         6, "nothing was trained: two orthogonal maps a layer carried the change over, fitted at two points", ROWS
     ),
-    effort=effort,
+    costs=costs,
+    efforts=EFFORTS,
 )
 def twofold(
     job: Job,
     *,
     halfway: Annotated[float, "how far both models have gone at the second capture; 0 takes none"] = 0.5,
     whiten: Annotated[bool, "whiten the gradients, so that every direction counts alike"] = True,
-    views: Annotated[int, "augmented views of each image, which the tuned source labels"] = 3,
+    views: Annotated[int, "augmented views of each image, which the tuned source labels"] = 0,
     scales: Annotated[Literal["role", "one"], "a scale for each role of layer, or one for all"] = "role",
     patches: Annotated[bool, "move a patch embedding too"] = False,
     map_rank: MapRank = "range",

@@ -1,0 +1,290 @@
+"""Quality against cost: every way to bring a fine-tune to another base, by what it recovers and what it takes.
+
+    python benchmarks/quality/frontier.py [--quick] [--json benchmarks/results/frontier.json] [--tasks NAME …]
+        [--pairs A:B …] [--counts N …] [--seeds N] [--ways moved|trained|all]
+
+Each way is run alone, in one thread, on one pair, task and draw: its CPU-seconds are those of its own process time, its
+passes are counted where the towers run (a forward with a backward is one, a forward alone a third, over the calibration
+samples). Ways that train are what a user would do instead: few-shot tuning with the true labels, distillation from the
+tuned source without any. A run goes on where an earlier one stopped, and makes again what other code made.
+
+Bound: no way that chooses its scale, at any number of samples, is below the target by more than a point on a pair and
+task, in the mean over the draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from torch import nn
+
+from benchmarks.shared import common
+from benchmarks.zoo import zoo_data, zoo_tasks
+from taskferry import TaskVector
+from taskferry.bench.code import code_of
+from taskferry.bench.recipe import Cell, load_recipe
+from taskferry.bench.rows import SCORED
+from taskferry.bench.running import Bench, Places, Reporter
+from taskferry.fitting.objectives import Classifier
+from taskferry.methods import CannotMove, Job, find
+from taskferry.report.figures import Line, alone, lines
+
+PAIRS = (("narrow", "twin"), ("wide", "narrow"), ("narrow", "wide"), ("twin", "deep"))
+TASKS = ("letters", "cifar10", "occluded", "case")
+COUNTS = (10, 30, 100)
+STEPS = (1, 10, 30, 100)
+WORST = -1.0  # points
+IMAGES = common.ROOT / "docs" / "images"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A method with settings; `line` joins what one curve goes through."""
+
+    method: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    auto: bool = False  # its scale is chosen on the samples
+    teacher: bool = False
+    line: str = ""
+
+    @property
+    def trains(self) -> bool:
+        return find(self.method).needs.training
+
+    @property
+    def code(self) -> str:
+        return code_of(find(self.method).function.__module__, *SCORED)
+
+
+PLAIN: dict[str, Any] = {"halfway": 0.0, "scales": "one", "views": 0, "whiten": False}
+PARTS = "the default, part by part"
+WAYS: dict[str, Way] = {
+    "THESEUS": Way("theseus"),
+    "BiCo at scale 1": Way("bico"),
+    "BiCo, automatic scale": Way("bico", auto=True, line=PARTS),
+    "+ gradients of one length": Way("twofold", PLAIN, auto=True),
+    "+ whitened: effort fast": Way("twofold", {**PLAIN, "whiten": True}, auto=True, line=PARTS),
+    "+ a second capture": Way("twofold", {**PLAIN, "whiten": True, "halfway": 0.5}, auto=True, line=PARTS),
+    "+ scales of roles: effort standard": Way("twofold", auto=True, line=PARTS),
+    "+ augmented views: effort thorough": Way("twofold", {"views": 3}, auto=True, line=PARTS),
+    "effort fast, no labels": Way("twofold", {**PLAIN, "whiten": True}, auto=True, teacher=True),
+    "effort standard, no labels": Way("twofold", auto=True, teacher=True),
+    "effort thorough, no labels": Way("twofold", {"views": 3}, auto=True, teacher=True),
+    **{f"few-shot, {n} steps": Way("few-shot", {"steps": n}, line="few-shot tuning, labels") for n in STEPS},
+    **{
+        f"few-shot from BiCo, {n} steps": Way(
+            "few-shot", {"steps": n, "start": "bico"}, line="few-shot tuning from BiCo, labels"
+        )
+        for n in STEPS
+    },
+    **{
+        f"distil, {n} steps": Way("distil", {"steps": n, "start": "target"}, line="distillation, no labels")
+        for n in STEPS
+    },
+    **{
+        f"distil from BiCo, {n} steps": Way("distil", {"steps": n}, line="distillation from BiCo, no labels")
+        for n in STEPS
+    },
+}
+
+
+@contextmanager
+def counted(model: nn.Module, samples: int) -> Iterator[list[float]]:
+    """Passes of a model over the samples, in its first element: where its blocks begin."""
+    passes = [0.0]
+    tower = getattr(model, "visual", model)
+
+    def seen(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        size = len(next(value for value in (*given, *named.values()) if isinstance(value, torch.Tensor)))
+        passes[0] += size / samples * (1.0 if torch.is_grad_enabled() else 1 / 3)
+
+    handle = tower.register_forward_pre_hook(seen, with_kwargs=True)
+    try:
+        yield passes
+    finally:
+        handle.remove()
+
+
+def taken(way: Way, job: Job) -> tuple[TaskVector, float]:
+    """What is added to the target, and the scale that it is added at."""
+    method = find(way.method)
+    if way.teacher:
+        head = job.pair.objectives[0]
+        if not isinstance(head, Classifier):
+            raise CannotMove("the teacher labels classes")
+        labels = job.pair.teacher(job.tau, head, job.calibration)
+        job = replace(job, pair=job.pair.with_calibration(job.calibration.with_labels(labels)))
+    job = job.in_folds() if way.auto else job
+    moved = method.move(job, way.settings)
+    if not way.auto:
+        return moved.tau, 1.0
+    if moved.curve is not None:
+        return moved.tau, float(moved.curve.helps)
+    return moved.tau, job.best_scale(moved.judged).best
+
+
+def run_cell(bench: Bench, cell: Cell, wanted: dict[str, Way], known: dict[str, Any]) -> Iterator[None]:
+    """Every way that is wanted and not known yet of one pair, task and draw."""
+    prepared = bench.prepare(cell)
+    A, B = bench.model(cell.source).model, bench.model(cell.target).model
+    tau, oracle = bench.tuned(cell.source, cell.task), bench.tuned(cell.target, cell.task)
+    for name, added in (("target", TaskVector({})), ("oracle", oracle)):
+        known[name] = bench.score(cell.target, cell.task, added, 1.0, prepared, 1)
+    ways = known.setdefault("ways", {})
+    for name, way in wanted.items():
+        if name in ways and ways[name]["code"] == way.code:
+            continue
+        job = Job.of(A, B, tau, prepared.calibration, prepared.objectives)
+        with counted(A, cell.count) as of_A, counted(B, cell.count) as of_B:
+            started = time.process_time()
+            try:
+                moved, scale = taken(way, job)
+            except CannotMove as error:
+                ways[name] = {"refused": str(error), "code": way.code}
+                continue
+            seconds = time.process_time() - started
+        ways[name] = {
+            "score": bench.score(cell.target, cell.task, moved, scale, prepared, 1),
+            "cpu": round(seconds, 2),
+            "passes": [round(of_A[0], 1), round(of_B[0], 1)],
+            "scale": round(scale, 2),
+            "code": way.code,
+        }
+        yield
+
+
+def open_bench(quick: bool) -> Bench:
+    """The zoo with short fine-tunes."""
+    recipe = load_recipe("zoo/frontier")
+    if quick:
+        short = recipe.finetune.model_copy(update={"steps": 20, "every": 20, "warmup": 2})
+        recipe = recipe.model_copy(update={"finetune": short, "test_samples": 100})
+    work = zoo_data.DATA / ("work-quick" if quick else "work")
+    return Bench(recipe, Places(zoo_data.ZOO, zoo_data.DATA / "tasks", work), Reporter())
+
+
+def kept(path: Path | None, cells: dict[str, Any]) -> dict[str, Any]:
+    """All cells that are known, these among them."""
+    known = cells if path is None else common.keep(path, cells)
+    return {key: value for key, value in known.items() if isinstance(value, dict)}
+
+
+@dataclass
+class Found:
+    """One way at one number of samples, over the cells that it was run in."""
+
+    share: list[float]  # of the oracle's gain, for each draw: sums over pairs and tasks
+    least: float  # points over the target of the worst pair and task, in the mean over its draws
+    cpu: float
+    passes: tuple[float, float]
+    cells: int
+
+
+def summed(cells: dict[str, Any], name: str, count: int) -> Found | None:
+    gains: dict[int, list[tuple[float, float]]] = {}
+    by_place: dict[str, list[float]] = {}
+    costs = []
+    for key, known in cells.items():
+        task, source, target, number, seed = key.split()
+        way = known["ways"].get(name, {})
+        if int(number) != count or "score" not in way:
+            continue
+        gain = way["score"] - known["target"]
+        gains.setdefault(int(seed), []).append((gain, known["oracle"] - known["target"]))
+        by_place.setdefault(f"{task} {source} {target}", []).append(gain)
+        costs.append((way["cpu"], *way["passes"]))
+    if not costs:
+        return None
+    full = max(map(len, gains.values()))
+    share = [sum(g for g, _ in some) / sum(o for _, o in some) for some in gains.values() if len(some) == full]
+    cpu, of_A, of_B = (statistics.mean(column) for column in zip(*costs, strict=True))
+    return Found(share, min(map(statistics.mean, by_place.values())), cpu, (of_A, of_B), len(costs))
+
+
+def table(cells: dict[str, Any]) -> str:
+    rows = []
+    for count in sorted({int(key.split()[3]) for key in cells}):
+        for name in WAYS:
+            found = summed(cells, name, count)
+            if found is not None:
+                share = common.mean_spread([100 * s for s in found.share], 0)
+                passes = " / ".join(f"{p:.1f}" for p in found.passes)
+                rows.append([name, str(count), str(found.cells), f"{share} %", f"{found.least:+.1f}",
+                             f"{found.cpu:.1f}", passes])  # fmt: skip
+    header = ["", "N", "cells", "share of the oracle's gain", "least gain of a pair and task, points", "CPU-seconds",
+              "passes, source / target"]  # fmt: skip
+    return common.table(header, rows)
+
+
+def draw(cells: dict[str, Any], count: int) -> str:
+    """Share against CPU-seconds at one number of samples."""
+    curves = []
+    for line in dict.fromkeys(way.line for way in WAYS.values() if way.line):
+        found = [(f.cpu, 100 * statistics.mean(f.share)) for name, way in WAYS.items() if way.line == line
+                 for f in [summed(cells, name, count)] if f is not None]  # fmt: skip
+        if found:
+            x, y = zip(*found, strict=True)
+            curves.append(Line(line, x, y, dashed="labels" in line))
+    return lines(
+        curves, x="CPU-seconds", y="% of the oracle's gain", logarithmic="x", level=(0.0, "target"), height=4.0
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one cell of short fine-tunes")
+    parser.add_argument("--json", type=Path, help="write the results here; what it holds already is kept")
+    parser.add_argument("--tasks", nargs="+", default=TASKS)
+    parser.add_argument("--pairs", nargs="+", type=lambda pair: tuple(pair.split(":")), default=PAIRS, metavar="A:B")
+    parser.add_argument("--counts", nargs="+", type=int, default=COUNTS)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ways", choices=("moved", "trained", "all"), default="all")
+    parser.add_argument("--shown", action="store_true", help="run nothing: the table of what earlier runs finished")
+    options = parser.parse_args()
+    started = time.time()
+    torch.set_num_threads(1)
+    wanted = {name: way for name, way in WAYS.items() if options.ways in ("all", ("moved", "trained")[way.trains])}
+    if options.quick:
+        options.tasks, options.pairs, options.counts, options.seeds = ["case"], [PAIRS[0]], [20], 1
+        wanted = {name: way for name, way in wanted.items() if way.settings.get("steps", 1) == 1}
+    cells = kept(options.json, {})
+    if not options.shown:
+        bench = open_bench(options.quick)
+        places = product(options.tasks, range(options.seeds), options.pairs, options.counts)
+        for task, seed, (source, target), count in places:
+            zoo_tasks.write(task, zoo_data.DATA / "tasks")
+            key, cell = (
+                f"{task} {source} {target} {count} {seed}",
+                Cell(source, target, task, "random", count, False, seed, ()),
+            )
+            for _ in run_cell(bench, cell, wanted, cells.setdefault(key, {})):
+                kept(options.json, {key: cells[key]})
+            print(key, f"{time.time() - started:.0f} s", flush=True)
+        cells = kept(options.json, cells)  # with those of another process
+    counts = sorted({int(key.split()[3]) for key in cells})
+    failures = []
+    for count in counts:
+        for name, way in WAYS.items():
+            found = None if way.trains or not way.auto else summed(cells, name, count)
+            if found is not None and found.least < WORST and not options.quick:
+                failures.append(f"{name} with {count} samples: {found.least:+.1f} points on a pair and task")
+    if options.json and not options.quick:
+        for count in (count for count in counts if count in COUNTS):
+            (IMAGES / f"frontier-{count}.svg").write_text(alone(draw(cells, count)))
+    common.finish(cells, table(cells), options.json, failures, started)
+
+
+if __name__ == "__main__":
+    main()
