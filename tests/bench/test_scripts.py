@@ -1,0 +1,33 @@
+"""The slow measurements are not run here; that each can still be started is."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(
+    str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
+    for path in (ROOT / "benchmarks").glob("*/*.py")
+    if "def main()" in path.read_text() and path.parent.name != "shared"
+)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_benchmark_starts_and_explains_itself(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its imports are there, and it has a small version."""
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    if "fuzzing" in name:
+        pytest.importorskip("atheris")
+    module = importlib.import_module(name)
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 0
+    if "zoo." not in name and "fuzzing" not in name:
+        assert "--quick" in capsys.readouterr().out
