@@ -109,9 +109,9 @@ class BlockPair(ModelPair):
             for run in (run for both in runs for run in both):
                 forward([run], backward=capture.backward, on_block=walking.step)
             blocks = Steps(self.work.progress, f"blocks{suffix}", len(runs[0][1].blocks))
-            for parts in _align(runs, self.calibration, pairs, capture, maps, blocks.step):
-                for each, part in zip(moving, parts, strict=True):
-                    each.take(in_place(part, capture))
+            for number, part in _align(runs, self.calibration, pairs, capture, maps, blocks.step):
+                moving[number].take(in_place(part, capture))
+                del part  # before the next is solved
         moved, *without = (self._gathered(each, left_out) for each in moving)
         sites = list(reversed(moving[0].sites))
         return Moved(moved, tuple(without), None, sites, provenance=self.provenance(capture, maps))
@@ -218,10 +218,10 @@ def _align(
     capture: Capture,
     maps: MapOptions,
     done: Callable[[], None],
-) -> Iterator[list[Alignment]]:
+) -> Iterator[tuple[int, Alignment]]:
     """The maps of each target block, last block first, then of what stands outside them; `done` counts blocks.
 
-    Each time those of all samples, then those without each fold.
+    Each time those of all samples (0), then those without each fold.
     """
     source, target = runs[0]
     at_A, at_B = ({path: j for j, path in enumerate(run.blocks)} for run in (source, target))
@@ -242,7 +242,7 @@ def _align(
                 _skip((run for run, _ in runs), at)
                 at -= 1
         if mine:
-            yield _solve(runs, calibration, mine, capture, maps, (at if capture.backward else wanted or 0, j))
+            yield from _solve(runs, calibration, mine, capture, maps, (at if capture.backward else wanted or 0, j))
         if capture.backward:
             for _, run in runs:
                 if not mine:
@@ -255,7 +255,7 @@ def _align(
         while capture.backward and at >= 0:
             _skip((run for run, _ in runs), at)
             at -= 1
-        yield _solve(runs, calibration, outside, capture, maps, None)
+        yield from _solve(runs, calibration, outside, capture, maps, None)
 
 
 def _skip(runs: Iterator[BlockwiseModel], j: int) -> None:
@@ -272,7 +272,8 @@ def _solve(
     capture: Capture,
     maps: MapOptions,
     blocks: tuple[int, int] | None,
-) -> list[Alignment]:
+) -> Iterator[tuple[int, Alignment]]:
+    """The maps of one block: one version of them in memory at a time."""
     statistics = Statistics(capture=capture)
     lazy = [run.lazy for run in runs[0]]
     if blocks is None:
@@ -291,9 +292,13 @@ def _solve(
     # The weights are gone before the maps are solved.
     sums = [GroupSums.of(each, pairs) for each in statistics.versions(capture)]
     del statistics
-    found = [solve_group(each, pairs, maps) for each in sums]
     source, target = ({name: model.shapes[name] for name in some} for model, some in zip(lazy, names, strict=True))
-    return [solved.alignment(source, target, solved.reasons, {}) for solved in found]
+    for number in range(len(sums)):
+        solved = solve_group(sums.pop(0), pairs, maps)
+        part = solved.alignment(source, target, solved.reasons, {})
+        del solved
+        yield number, part
+        del part
 
 
 def _slopes(tau: TaskVector, run: BlockwiseModel) -> Iterator[tuple[str, float]]:

@@ -15,7 +15,7 @@ decoder beside their hidden states (`cross`) has a gradient of its own, the sum 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -341,11 +341,24 @@ def forward(
     """
     one = runs[0]
     several = len(runs) > 1
+    # Embeddings and heads are the largest part of a small model: one copy for all runs, where none of them changes it.
+    alike = not any(name in run.lazy.changes.deltas for run in runs for name in one.outer)
+
+    @contextmanager
+    def outer(names: Sequence[str] = ()) -> Iterator[None]:
+        with one.lazy.cached([*names, *([] if alike else one.outer)], several), ExitStack() as held:
+            if alike:
+                held.enter_context(one.lazy.weights(one.outer))
+            yield
+
+    def own(run: BlockwiseModel) -> AbstractContextManager[None]:
+        return nullcontext() if alike else run.lazy.weights(run.outer)
+
     with frozen(one.model), torch.inference_mode(False):
         for stack, (first, last) in enumerate(one.stacks):
-            with one.lazy.cached([*one.outer, *one.parameters(first)], several):
+            with outer(one.parameters(first)):
                 for run in runs:
-                    with run.lazy.weights(run.outer):
+                    with own(run):
                         run.enter(stack)
             for j in range(first, last + 1):
                 with one.lazy.cached(one.parameters(j), several):
@@ -356,7 +369,7 @@ def forward(
                     on_block()
             for run in runs:
                 run.end(stack)
-        with one.lazy.cached(one.outer, several):
+        with outer():
             for run in runs:
-                with run.lazy.weights(run.outer):
+                with own(run):
                     run.leave(backward)
