@@ -75,6 +75,15 @@ def test_rows_and_sums_give_the_same_whitened_covariance() -> None:
     a, b = few.ready(), summed.ready()
     assert relative(a.matrix(), b.matrix()) < 1e-8
     assert (a.energy_A, a.energy_B, a.rows) == pytest.approx((b.energy_A, b.energy_B, 9))
+    (R, quality), (expected, told) = few.solve(), summed.solve()
+    assert relative(R.dense(), expected.dense()) < 1e-7
+    assert quality.rank == told.rank == 9
+    assert quality.similarity == pytest.approx(told.similarity)
+    assert relative(R.dense().T @ R.dense() @ R.dense().T, R.dense().T) < 1e-9  # a partial isometry
+    plain, unit_rows = few.plain(), UnitRows(20, 30)
+    unit_rows.add(X_A, X_B)
+    assert relative(plain.solve()[0].dense(), unit_rows.solve()[0].dense()) < 1e-9
+    assert relative(plain.solve()[0].dense(), R.dense()) > 1e-2
     W = inverse_root(unit(X_A).T @ unit(X_A))[0]
     assert relative(whiten_rows(unit(X_A)), unit(X_A) @ W) < 1e-8
 
@@ -198,9 +207,9 @@ def test_many_rows_of_several_processes_add_to_the_whole(kind: type[CrossCovaria
 
 
 def test_processes_that_have_too_many_rows_together_add_moments() -> None:
-    """Neither has summed: ten rows are fewer numbers than the matrix, twenty are more."""
-    X_A, X_B = rows(20, 20, 0, 0.1), rows(20, 30, 1, 0.1)
-    found = reduced(Whitened, (X_A[:10], X_B[:10]), (X_A[10:], X_B[10:]), owner=0)
+    """Neither has summed: twelve rows are fewer than the directions, twenty-four are more."""
+    X_A, X_B = rows(24, 20, 0, 0.1), rows(24, 30, 1, 0.1)
+    found = reduced(Whitened, (X_A[:12], X_B[:12]), (X_A[12:], X_B[12:]), owner=0)
     whole = Whitened(20, 30)
     whole.add(X_A, X_B)
     assert found.C is not None

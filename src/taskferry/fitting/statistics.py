@@ -122,13 +122,17 @@ class Statistics(Paired[CrossCovariance]):
         return self.parts[batch.fold] if self.parts else self
 
     def versions(self, capture: Capture) -> list[Statistics]:
-        """As many as a capture asks for: of all samples, then without each fold."""
-        if not self.parts:
-            return [self]
-        if capture.versions == 1:
-            return [_total(self.parts)]
+        """As many as a capture asks for: of all samples, then without each fold.
+
+        Where a second point will be added, the maps only say how far the first goes: plain ones do as well for that.
+        """
+        whole = _total(self.parts) if self.parts else self
+        if capture.again:
+            whole = replace(whole, outputs={name: sums.plain() for name, sums in whole.outputs.items()})
+        if not self.parts or capture.versions == 1:
+            return [whole]
         left = [[part for part in self.parts if part is not out] for out in self.parts]
-        return [_total(self.parts), *(some[0] if len(some) == 1 else _total(some) for some in left)]
+        return [whole, *(some[0] if len(some) == 1 else _total(some) for some in left)]
 
     def start(self, inputs: bool, site: str, d_A: int, d_B: int) -> CrossCovariance:  # noqa: ARG002
         """Empty sums of that side's kind."""

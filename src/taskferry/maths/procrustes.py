@@ -149,7 +149,7 @@ def procrustes_batch(
         return [_from_products(*each) for each in zip(C, R, largest.tolist(), strict=True)]
     parts = by_svd(C, full) if solver == "svd" else by_eigh(C)
     return [
-        _partial_isometry(U, sigma, V, rank=rank, tolerance=tolerance, dtype=C.dtype, factored=factored)
+        partial_isometry(U, sigma, V, rank=rank, tolerance=tolerance, dtype=C.dtype, factored=factored)
         for U, sigma, V in zip(*parts, strict=True)
     ]
 
@@ -161,7 +161,7 @@ def procrustes_from_rows(
 
     The rank is then at most M, exactly, and the map stays factored.
     """
-    return _partial_isometry(*of_rows(X_A, X_B), rank="range", tolerance=tolerance, dtype=X_A.dtype, factored=factored)
+    return partial_isometry(*of_rows(X_A, X_B), rank="range", tolerance=tolerance, dtype=X_A.dtype, factored=factored)
 
 
 def bilinear(R_out: Map, tau: Tensor, R_in: Map) -> Tensor:
@@ -196,7 +196,7 @@ def _from_products(C: Tensor, R: Tensor, largest: float) -> tuple[Map, Spectrum]
     return Map(R=R.to(C.dtype)), spectrum
 
 
-def _partial_isometry(
+def partial_isometry(
     U: Tensor,
     sigma: Tensor,
     V: Tensor,
@@ -206,6 +206,7 @@ def _partial_isometry(
     dtype: torch.dtype,
     factored: bool,
 ) -> tuple[Map, Spectrum]:
+    """U Vᵀ over the directions that the rank policy keeps, in the precision of the statistics."""
     largest = float(sigma.max()) if sigma.numel() else 0.0
     keep = torch.ones_like(sigma, dtype=torch.bool) if rank == "full" else sigma > tolerance * largest
     U, V = U.to(dtype), V.to(dtype)  # rounded once, then multiplied: the result is rounded to that precision anyway

@@ -106,7 +106,7 @@ class CrossCovariance:
         self.energy_A += float(norms_A.double().square().sum())
         self.energy_B += float(norms_B.double().square().sum())
         self.rows += X_A.shape[0]
-        if self.C is None and self._rows_are_smaller():
+        if self.C is None and self._few(self.rows):
             # Views of the model's activations must not outlive the micro-batch.
             self._pending.append((X_A.clone(), X_B.clone()))
             return
@@ -121,7 +121,7 @@ class CrossCovariance:
         self.energy_B += other.energy_B
         self.rows += other.rows
         self._pending.extend(other._pending)
-        if self.C is None and other.C is None and self._rows_are_smaller():
+        if self.C is None and other.C is None and self._few(self.rows):
             return
         self._sum_pending()
         for name in self.moments:
@@ -131,6 +131,10 @@ class CrossCovariance:
 
     def ready(self) -> CrossCovariance:
         """The plain sums to decompose; these stay as they are."""
+        return self
+
+    def plain(self) -> CrossCovariance:
+        """The same rows without whatever is done to them before they are decomposed."""
         return self
 
     def matrix(self) -> Tensor:
@@ -180,7 +184,7 @@ class CrossCovariance:
         mine = [self.rows, self.energy_A, self.energy_B, float(self.C is not None)]
         numbers = across.sum_everywhere(torch.tensor(mine, dtype=torch.float64))
         state = {"numbers": numbers[:3]}
-        if not numbers[3] and numbers[0] * (self.d_A + self.d_B) <= self.d_A * self.d_B:
+        if not numbers[3] and self._few(int(numbers[0])):
             for name, rows in zip(("X_A", "X_B"), self._rows() if self._pending else (None, None), strict=True):
                 gathered = across.rows_at(owner, rows)
                 state |= {} if gathered is None else {name: gathered}
@@ -199,8 +203,9 @@ class CrossCovariance:
         X_A, X_B = (torch.cat(rows) for rows in zip(*self._pending, strict=True))
         return X_A, X_B
 
-    def _rows_are_smaller(self) -> bool:
-        return self.rows * (self.d_A + self.d_B) <= self.d_A * self.d_B
+    def _few(self, rows: int) -> bool:
+        """Whether so many rows are kept as they are: they take less room than the matrix."""
+        return rows * (self.d_A + self.d_B) <= self.d_A * self.d_B
 
     def _sum_pending(self) -> None:
         for X_A, X_B in self._pending:

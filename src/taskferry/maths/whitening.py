@@ -16,8 +16,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from taskferry.maths.decompositions import by_svd
-from taskferry.maths.sums import CrossCovariance
+from taskferry.maths.decompositions import by_eigh
+from taskferry.maths.procrustes import DEFAULT_TOLERANCE, NOT_FINITE, Map, RankPolicy, partial_isometry
+from taskferry.maths.sums import CrossCovariance, Quality
 
 ROUNDING = 1e-6  # of the largest variance: what float32 sums leave of a direction that is not there
 SHRINK = 0.01  # ε, as a share of the mean variance of a direction: what lies below it is taken for noise
@@ -48,6 +49,29 @@ class Whitened(UnitRows):
     def numbers(cls, d_A: int, d_B: int) -> int:
         """How many it keeps at most."""
         return d_A * d_B + d_A**2 + d_B**2
+
+    def plain(self) -> CrossCovariance:
+        """The sums of the rows as they are, without the second moments."""
+        plain = CrossCovariance(self.d_A, self.d_B, self.rows, self.energy_A, self.energy_B, self.C, self.exact)
+        plain._pending = list(self._pending)
+        return plain
+
+    def solve(
+        self, *, rank: RankPolicy = "range", tolerance: float = DEFAULT_TOLERANCE, factored: bool = False
+    ) -> tuple[Map, Quality]:
+        """The map of the whitened rows; rows that are still there are decomposed once, for whitening and map."""
+        if rank == "full" or self.C is not None or not (self._pending and self.rows):
+            return super().solve(rank=rank, tolerance=tolerance, factored=factored)
+        X_A, X_B = self._rows()
+        if not bool(torch.isfinite(X_A).all() and torch.isfinite(X_B).all()):
+            raise ValueError(NOT_FINITE)
+        U, sigma, V, energies = of_whitened_rows(X_A, X_B)
+        R, spectrum = partial_isometry(U, sigma, V, rank=rank, tolerance=tolerance, dtype=X_A.dtype, factored=factored)
+        return R, CrossCovariance(self.d_A, self.d_B, self.rows, *energies)._quality(spectrum)
+
+    def _few(self, rows: int) -> bool:
+        """Decomposing a matrix of all pairs of rows is then less work than of all pairs of directions."""
+        return rows <= min(self.d_A, self.d_B)
 
     def ready(self) -> CrossCovariance:
         """The plain sums of the whitened rows; numbers that are not finite stay, for the solver to refuse."""
@@ -93,11 +117,34 @@ def inverse_root(S: Tensor) -> tuple[Tensor, float]:
     return (V * root) @ V.T, float((e * root.square()).sum())
 
 
-def whiten_rows(X: Tensor) -> Tensor:
-    """X (XᵀX + ε I)^-½ for fewer rows than columns, [M, d]: the d × d matrix is never formed."""
-    U, s, V = by_svd(X)
-    e = s.square()
+def row_space(X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U [M, r], s [r] and the whitening root [r] of X [M, d] = U diag(s) Vᵀ, by the Gram matrix of its rows in float64.
+
+    X (XᵀX + ε I)^-½ = U diag(root) Uᵀ X: the d × d matrix is never formed.
+    """
+    X = X.double()
+    e, U = torch.linalg.eigh(X @ X.T)
     # Rows were never squared in float32: their rounding is that of s, not of e.
-    root = torch.where(e > ROUNDING**2 * e.max(), (e + SHRINK * e.sum() / X.shape[1]).rsqrt(), 0.0)
-    whitened: Tensor = (U * (s * root)) @ V.mT
+    keep = e > ROUNDING**2 * e.max()
+    e, U = e[keep], U[:, keep]
+    return U, e.sqrt(), (e + SHRINK * e.sum() / X.shape[1]).rsqrt()
+
+
+def of_whitened_rows(X_A: Tensor, X_B: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[float, float]]:
+    """U, σ, V of the cross-covariance of whitened rows [M, d_A] and [M, d_B], and the energy of either.
+
+    With X = U diag(s) Vᵀ and D = s · root: V_A D_A (U_Aᵀ U_B) D_B V_Bᵀ, so that all that is decomposed is M × M.
+    """
+    (U_A, s_A, root_A), (U_B, s_B, root_B) = row_space(X_A), row_space(X_B)
+    D_A, D_B = s_A * root_A, s_B * root_B
+    P, sigma, Q = by_eigh(D_A[:, None] * (U_A.T @ U_B) * D_B)
+    U = X_A.double().T @ (U_A @ (P / s_A[:, None]))
+    V = X_B.double().T @ (U_B @ (Q / s_B[:, None]))
+    return U, sigma, V, (float(D_A.square().sum()), float(D_B.square().sum()))
+
+
+def whiten_rows(X: Tensor) -> Tensor:
+    """X (XᵀX + ε I)^-½ for fewer rows than columns, [M, d]."""
+    U, _, root = row_space(X)
+    whitened: Tensor = (U * root) @ (U.T @ X.double())
     return whitened.to(X.dtype)

@@ -90,6 +90,9 @@ def twofold(
         both = (BASE, Point(halfway * job.tau, halfway * curve.best * moved.tau))
         moved, point = job.move(replace(capture, points=both), maps, "halfway", sites), 2
         curve = job.best_scale(moved.judged, rounds=rounds)
+    elif again:  # the first maps are rough: what does not help by them may still help by those of one point
+        moved = job.move(capture, maps, "base", sites)
+        curve = job.best_scale(moved.judged, rounds=rounds)
     by_role: dict[str, float] = {}
     if scales == "role" and curve.helps and not job.few:
         by_role, curve = _by_role(job, moved, curve)
