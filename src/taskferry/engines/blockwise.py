@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from taskferry.calibration.batch import Batch
 from taskferry.disk.files import write_plain_safetensors
 from taskferry.engines.lazy import LazyModel
+from taskferry.engines.memory import give_back
 from taskferry.engines.stand_ins import (
     Call,
     Caught,
@@ -339,6 +340,7 @@ def forward(
 
     Block inputs go to disk where they are wanted on the way back; then the loss, and its gradient at the last block.
     """
+    give_back()  # maps of the last blocks and their sums
     one = runs[0]
     several = len(runs) > 1
     # Embeddings and heads are the largest part of a small model: one copy for all runs, where none of them changes it.

@@ -9,8 +9,9 @@ from taskferry.engines.blocks import BlockPair
 from taskferry.engines.lazy import LazyModel
 from taskferry.engines.memory import give_back
 from taskferry.fitting.scale import START
-from taskferry.jobs.cost import Plan, apply_cost, resident, size
+from taskferry.jobs.cost import Plan, apply_cost, resident, size, sums_bytes
 from taskferry.jobs.machine import Machine
+from taskferry.maths.sums import CrossCovariance
 from taskferry.methods import Cost
 from taskferry.sites.discovery import block_paths
 from taskferry.sites.pairing import Pair
@@ -30,8 +31,15 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], cost: Cost) -> Plan:
     groups: dict[object, list[Pair]] = {}
     for each in pairs:
         groups.setdefault((each.target.stack, each.target.block), []).append(each)
+    rows = tokens * max(1, cost.captures)
     maps = {block: map_shapes(some) for block, some in groups.items()}
-    sums = {block: sum(4 * min(tokens * (a + b), a * b) for a, b in some) for block, some in maps.items()}
+    every = [shape for inputs, outputs in maps.values() for shape in (*inputs, *outputs)]
+    largest = max(
+        sum(sums_bytes(CrossCovariance, rows, *shape, cost.folds) for shape in inputs)
+        + sum(sums_bytes(cost.sums, rows, *shape, cost.folds) for shape in outputs)
+        for inputs, outputs in maps.values()
+    )
+    solved = max(sum(4 * min(rows * (a + b), a * b) for a, b in (*some, *others)) for some, others in maps.values())
     sizes, outer, widths = [], [], []
     for lazy, sites in zip(pair.lazy, (pair.source_sites, pair.target_sites), strict=True):
         blocks = list(block_paths(sites).values())
@@ -45,28 +53,29 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], cost: Cost) -> Plan:
     points = max(1, min(2, cost.captures))
     versions = cost.folds + (cost.folds > 1)
     edges = points * 4 * tokens * sum(widths)
-    largest = versions * max(sums.values())
     shapes = [(p.source.shape, p.target.shape) for p in max(groups.values(), key=len)]
     held = 4 * batch * sum(a[0] + a[1] for a, _ in shapes)
     graph = 4 * batch * 2 * sum(b[0] + b[1] for _, b in shapes)
-    workspace = max(8 * 3 * min(tokens * (a + b), 2 * a * b) for some in maps.values() for a, b in some)
-    scales = len(START) if cost.evaluations > 2 else 2
+    workspace = max(8 * 3 * min(rows * (a + b), 2 * a * b) for a, b in every)
+    runs = cost.folds * (len(START) if cost.evaluations > 2 else 2)
     peak = max(
-        block_A + block_B + edges + held + graph + points * largest,  # capture
-        edges + (1 + points) * largest + workspace,  # solve
-        edges + largest + 2 * block_A + 2 * block_B,  # apply, and the shard that is written
+        block_A + block_B + edges + held + graph + largest,  # capture
+        edges + largest + solved + workspace,  # solve
+        edges + largest + solved + 2 * block_A + 2 * block_B,  # apply, and the shard that is written
         max(outer) + edges + 12 * batch * max(_vocabulary(lazy) for lazy in pair.lazy),  # loss
-        2 * block_B + scales * 4 * tokens * widths[1] + graph,  # several scales at once
+        outer[1] + 2 * block_B + runs * 4 * tokens // cost.folds * widths[1] + graph,  # several scales at once
     )
     speed = EFFICIENCY * machine.product
     walks = cost.folds * cost.evaluations / len(START)  # weights with a change added are those of one fold
     stages = {
         "forward": cost.captures * (2 * sum(stored) / READING + 3 * sum(flops) / speed),
-        "capture": cost.captures * sum(tokens * a * b for some in maps.values() for a, b in some) / machine.product,
-        "solve": cost.solves
-        * sum(machine.solve_seconds(tokens, a, b, cost.folds) for some in maps.values() for a, b in some),
-        "apply": max(1, cost.captures)
-        * versions
+        "capture": cost.captures * sum(tokens * a * b for a, b in every) / machine.product,
+        "solve": sum(
+            cost.rough * machine.solve_seconds(tokens, a, b)
+            + cost.solves * machine.solve_seconds(rows, a, b, cost.folds)
+            for a, b in every
+        ),
+        "apply": (cost.rough + versions)
         * sum(apply_cost(p.source.shape, p.target.shape) for p in pairs)
         / machine.product,
         "scale": walks * stored[1] / READING + cost.evaluations * flops[1] / speed,
@@ -83,8 +92,8 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], cost: Cost) -> Plan:
     )
 
 
-def map_shapes(pairs: Iterable[Pair]) -> list[tuple[int, int]]:
-    """(d_A, d_B) of every map: q, k and v share their input, gate and up theirs."""
+def map_shapes(pairs: Iterable[Pair]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(d_A, d_B) of the maps of both sides: q, k and v share their input, gate and up theirs."""
     inputs: dict[tuple[object, str], tuple[int, int]] = {}
     outputs = []
     for pair in pairs:
@@ -93,7 +102,7 @@ def map_shapes(pairs: Iterable[Pair]) -> list[tuple[int, int]]:
         shared = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "up"}.get(leaf, leaf)
         inputs[pair.target.block, f"{part}.{shared}"] = (a[1], b[1])
         outputs.append((a[0], b[0]))
-    return [*inputs.values(), *outputs]
+    return list(inputs.values()), outputs
 
 
 def _bytes(lazy: LazyModel, names: Iterable[str]) -> int:

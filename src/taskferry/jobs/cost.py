@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from taskferry.calibration.batch import Batch
+from taskferry.maths.sums import CrossCovariance
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,14 @@ def apply_cost(source: tuple[int, int], target: tuple[int, int]) -> int:
     """Multiply-adds of R_outᵀ τ R_in in its cheaper order."""
     (a, b), (c, d) = source, target
     return min(a * b * d + a * c * d, a * b * c + b * c * d)
+
+
+def sums_bytes(kind: type[CrossCovariance], rows: int, d_A: int, d_B: int, folds: int = 1) -> int:
+    """Of the sums of one map; those of folds stand beside their total, which refers to their rows where it has few."""
+    if folds == 1:
+        return 4 * kind.numbers_of(rows, d_A, d_B)
+    parts, whole = folds * kind.numbers_of(rows // folds, d_A, d_B), kind.numbers_of(rows, d_A, d_B)
+    return 4 * (parts if whole == rows * (d_A + d_B) else parts + whole)
 
 
 def size(batch: Batch) -> int:

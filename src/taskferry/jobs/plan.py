@@ -27,8 +27,9 @@ from taskferry.fitting.objectives import ForwardOnly
 from taskferry.fitting.scale import EVALUATIONS
 from taskferry.fitting.statistics import Statistics
 from taskferry.jobs.block_plan import plan_blocks
-from taskferry.jobs.cost import Plan, apply_cost, resident, size
+from taskferry.jobs.cost import Plan, apply_cost, resident, size, sums_bytes
 from taskferry.jobs.machine import Machine
+from taskferry.maths.sums import CrossCovariance
 from taskferry.methods import FOLDS, Cost, Job, Method
 from taskferry.sites.pairing import Pair
 
@@ -64,11 +65,13 @@ def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost) -> Plan:
     machine = Machine.of(device_of(target).type)
     trial = _trial(source, target, pairs, pair.calibration)
     now = resident()  # with all that libraries load when they are first used
-    sums = [*trial.statistics.inputs.values(), *trial.statistics.outputs.values()]
-    maps = [(round(S.rows * trial.whole), S.d_A, S.d_B) for S in sums]
+    sides = (CrossCovariance, trial.statistics.inputs), (cost.sums, trial.statistics.outputs)
+    sums = [(kind, round(S.rows * trial.whole), S.d_A, S.d_B) for kind, some in sides for S in some.values()]
+    maps = [(rows, a, b) for _, rows, a, b in sums]
     weights = sum(p.numel() * p.element_size() for model in (source, target) for p in model.parameters())
     versions = cost.folds + (cost.folds > 1)
-    held = versions * sum(4 * min(rows * (a + b), a * b) for rows, a, b in maps)
+    seen = max(1, cost.captures)
+    held = sum(sums_bytes(kind, seen * rows, a, b, cost.folds) for kind, rows, a, b in sums)
     memory = pair.work.sums_memory
     groups = max(1, -(-held // memory))
     products = sum(rows * a * b for rows, a, b in maps)
@@ -83,8 +86,12 @@ def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost) -> Plan:
         memory_bytes=now + _working_memory(trial, maps, min(held, memory)),
         stages={
             "capture": cost.captures * (groups * passes + products / machine.product),
-            "solve": cost.solves * sum(machine.solve_seconds(*each, cost.folds) for each in maps),
-            "apply": max(1, cost.captures) * versions * moving / machine.product,
+            "solve": sum(
+                cost.rough * machine.solve_seconds(rows, a, b)
+                + cost.solves * machine.solve_seconds(seen * rows, a, b, cost.folds)
+                for rows, a, b in maps
+            ),
+            "apply": (cost.rough + versions) * moving / machine.product,
             "hash": weights / machine.hashing,
             "scale": cost.evaluations * 0.25 * passes,  # a forward pass of the target: half of its half
         },

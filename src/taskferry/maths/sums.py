@@ -90,6 +90,11 @@ class CrossCovariance:
         """How many it keeps at most."""
         return d_A * d_B
 
+    @classmethod
+    def numbers_of(cls, rows: int, d_A: int, d_B: int) -> int:
+        """How many it keeps of so many rows."""
+        return rows * (d_A + d_B) if cls(d_A, d_B)._few(rows) else cls.numbers(d_A, d_B)
+
     def add(self, X_A: Tensor, X_B: Tensor) -> None:
         """Add token rows X_A [M, d_A] and X_B [M, d_B]."""
         if X_A.shape != (X_B.shape[0], self.d_A) or X_B.shape[1] != self.d_B:

@@ -29,6 +29,7 @@ from taskferry.fitting.scale import LARGEST, ROUNDS, START, ScaleCurve, choose_s
 from taskferry.fitting.solve import MapOptions
 from taskferry.fitting.statistics import Capture
 from taskferry.maths.procrustes import DEFAULT_TOLERANCE, RankPolicy
+from taskferry.maths.sums import CrossCovariance
 from taskferry.sites import family_of
 from taskferry.sites.family import HEAD
 from taskferry.taskvector import TaskVector
@@ -165,10 +166,12 @@ class Shown:
 class Cost:
     """What a method costs beside one moved change, for the plan."""
 
-    captures: int = 0
-    solves: int = 0
+    captures: int = 0  # each adds rows to the sums, those of augmented views as well
+    solves: int = 0  # of the maps of all rows, in units of a plain one
     evaluations: int = 0  # of the target's loss, in forward passes
     folds: int = 1  # of the samples: every map is solved without each of them as well
+    rough: int = 0  # plain maps of one capture that are solved on the way
+    sums: type[CrossCovariance] = CrossCovariance  # of the output side
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,7 @@ class Method:
         """What it will take."""
         if self.costs is not None:
             return self.costs(job, **self.checked(given))
-        return Cost(self.needs.captures, self.needs.captures)
+        return Cost(self.needs.captures, min(1, self.needs.captures))
 
 
 _METHODS: dict[str, Method] = {}

@@ -38,14 +38,15 @@ ROWS = (
 
 def costs(job: Job, *, halfway: float, views: int, whiten: bool, scales: str, **_: Any) -> Cost:
     """Captures grow with the augmented views; whitening decomposes about as much again as the maps do."""
+    solves, sums = 2 if whiten else 1, Whitened if whiten else UnitRows
     if not len(job.tau):
-        return Cost(1, 2 if whiten else 1)
+        return Cost(1, solves, sums=sums)
     inputs = 1 if naming_head(job) is None else 1 + views
     captures = 1 + (halfway > 0)
     by_role = scales == "role" and not job.few
     steps = 3 * STEPS + 1 if by_role else 0  # forward and backward
     looked_at = (len(START) if halfway else 0) + len(START) + 3 * (1 if by_role else ROUNDS)
-    return Cost(captures * inputs, captures * (2 if whiten else 1), looked_at + steps, FOLDS)
+    return Cost(captures * inputs, solves, looked_at + steps, FOLDS, captures - 1, sums)
 
 
 @method(
