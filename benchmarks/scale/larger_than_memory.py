@@ -155,42 +155,67 @@ def planned_and_run(words: list[str], limit: int) -> tuple[dict[str, Any], dict[
     return json.loads(told)["plan"], watched(words, limit)
 
 
-def numbers(plan: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+def outcome(plan: dict[str, Any], found: dict[str, Any], limit: int, minutes: float, quick: bool) -> dict[str, Any]:
+    """What is kept of a run, with the bounds that it missed."""
     record = json.loads(found["output"]) if found["code"] in OK else {}
+    missed = []
+    if found["killed"]:
+        missed.append(f"killed: resident memory passed {limit / 2**30:.1f} GiB")
+    elif found["code"] not in OK:
+        missed.append(f"exit code {found['code']}: {found['output'][-400:]}")
+    if abs(plan["memory_bytes"] / max(1, found["peak"]) - 1) > FORETOLD:
+        missed.append(f"the plan said {plan['memory_bytes'] / 1e9:.2f} GB, the peak was {found['peak'] / 1e9:.2f} GB")
+    if found["seconds"] > 60 * minutes:
+        missed.append(f"{found['seconds'] / 60:.0f} minutes, the bound is {minutes}")
+    foretold = plan["seconds"] / found["seconds"]
+    if not quick and not 1 / 1.5 <= foretold <= 1.5:
+        missed.append(f"{foretold:.2f} times the time that it took was foretold, the bound is 1.5")
     return {
         "peak_bytes": found["peak"],
         "planned_bytes": plan["memory_bytes"],
-        "transfer_seconds": round(found["seconds"]),
+        "seconds": round(found["seconds"]),
         "planned_seconds": round(plan["seconds"]),
+        "tokens": plan["tokens"],
         "verdict": record.get("verdict"),
         "work": record.get("work"),
+        "missed": missed,
     }
 
 
-def failed(plan: dict[str, Any], found: dict[str, Any], limit: int, minutes: float) -> list[str]:
-    failures = []
-    if found["killed"]:
-        failures.append(f"killed: resident memory passed {limit / 2**30:.1f} GiB")
-    elif found["code"] not in OK:
-        failures.append(f"exit code {found['code']}: {found['output'][-400:]}")
-    if abs(plan["memory_bytes"] / max(1, found["peak"]) - 1) > FORETOLD:
-        failures.append(f"the plan said {plan['memory_bytes'] / 1e9:.2f} GB, the peak was {found['peak'] / 1e9:.2f} GB")
-    if found["seconds"] > 60 * minutes:
-        failures.append(f"{found['seconds'] / 60:.0f} minutes, the bound is {minutes}")
-    return failures
+def table(results: dict[str, Any]) -> str:
+    giga = 2**30
+    rows = [
+        ["parameters", " → ".join(f"{p / 1e9:.2f} B" for p in results["parameters"])],
+        ["weights of both bases on disk, bfloat16", f"{results['weights_bytes'] / giga:.1f} GiB"],
+        ["hard limit of resident memory", f"{results['limit_bytes'] / giga:.1f} GiB"],
+        ["one block of each model in float32", f"{results['one_block_of_each_float32'] / giga:.2f} GiB"],
+    ]
+    for name, words in (("bico", "BiCo at scale 1"), ("default", "the default with automatic scale")):
+        if found := results.get(name):
+            peak, foretold = (found[key] / giga for key in ("peak_bytes", "planned_bytes"))
+            rows.append([f"{words}: peak", f"{peak:.2f} GiB (foretold {foretold:.2f})"])
+            minutes, foretold = (found[key] / 60 for key in ("seconds", "planned_seconds"))
+            rows.append([f"{words}: time", f"{minutes:.1f} minutes (foretold {foretold:.1f})"])
+            rows.append([f"{words}: calibration tokens", str(found["tokens"])])
+    return common.table(["", ""], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smaller pair under a smaller limit")
     parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--folder", type=Path, help="where the models are written (20 GB); a temporary one otherwise")
+    parser.add_argument("--folder", type=Path, help="where the models are written (70 GB); a temporary one otherwise")
+    parser.add_argument("--only", choices=("bico", "default"), help="one of the two; the JSON keeps the other")
     options = parser.parse_args()
     started = time.time()
     sizes = QUICK if options.quick else FULL
     vocabulary_size = len(dict.fromkeys(WORDS)) + 3 if options.quick else 32_000
     samples, words, limit = (4, 32, int(1.2 * 2**30)) if options.quick else (16, 64, 3 * 2**30)
-    minutes = 3 if options.quick else 60
+    minutes = {"bico": 3, "default": 0} if options.quick else {"bico": 60, "default": 480}
+    # The default: several times the walks over the weights, so not in a quick run.
+    wanted = [options.only] if options.only else ["bico"] if options.quick else ["bico", "default"]
+    results: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    results = {name: found for name, found in results.items() if name in ("bico", "default")}
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         work = Path(temporary)
         for name, size, seed, tuned in (
@@ -205,46 +230,24 @@ def main() -> None:
         command = [sys.executable, "-m", "taskferry", "transfer", "--source-base", work / "a", "--source-tuned"]
         command += [work / "a-tuned", "--target-base", work / "b", "--calibration", work / "data.jsonl", "--samples"]
         command += [samples, "--micro-batch", 2, "--engine", "blockwise", "--out", work / "out", "--json"]
-        words_ = [str(word) for word in command]
-        plan, found = planned_and_run([*words_, "--method", "bico", "--scale", "1"], limit)
-        shutil.rmtree(work / "out", ignore_errors=True)
-        # The default with its automatic scale: several times the walks over the weights, so not in a quick run.
-        default = None if options.quick else planned_and_run(words_, limit)
-    blocks = 4 * (sizes[0].block + sizes[1].block)
-    results = {
-        "parameters": [size.parameters(vocabulary_size) for size in sizes],
-        "weights_bytes": weights,
-        "limit_bytes": limit,
-        "one_block_of_each_float32": blocks,
-        "tokens": plan["tokens"],
-        **numbers(plan, found),
-    }
-    failures = failed(plan, found, limit, minutes)
-    if default is not None:
-        results["default"] = numbers(*default)
-        failures += [f"the default: {why}" for why in failed(*default, limit, 8 * minutes)]
-        for of, some in (("bico", (plan, found)), ("the default", default)):
-            foretold = some[0]["seconds"] / some[1]["seconds"]
-            if not 1 / 1.5 <= foretold <= 1.5:
-                failures.append(f"{of}: {foretold:.2f} times the time that it took was foretold, the bound is 1.5")
-    if not options.quick and (weights < 2.8 * limit or plan["tokens"] < 1024):  # 9 GB against 3 GiB
-        failures.append(f"{weights / limit:.1f} times the limit and {plan['tokens']} tokens: too small")
-    giga = 2**30
-    rows = [
-        ["parameters", " → ".join(f"{p / 1e9:.2f} B" for p in results["parameters"])],
-        ["weights of both bases on disk, bfloat16", f"{weights / giga:.1f} GiB"],
-        ["hard limit of resident memory", f"{limit / giga:.1f} GiB"],
-        ["peak", f"{found['peak'] / giga:.2f} GiB"],
-        ["one block of each model in float32", f"{blocks / giga:.2f} GiB"],
-        ["peak that --dry-run foretold", f"{plan['memory_bytes'] / giga:.2f} GiB"],
-        ["calibration tokens", str(plan["tokens"])],
-        ["time", f"{found['seconds'] / 60:.1f} minutes (foretold {plan['seconds'] / 60:.1f})"],
-    ]
-    if default is not None:
-        plan, found = default
-        rows.append(["the default with automatic scale: peak", f"{found['peak'] / giga:.2f} GiB"])
-        rows.append(["its time", f"{found['seconds'] / 60:.1f} minutes (foretold {plan['seconds'] / 60:.1f})"])
-    common.finish(results, common.table(["", ""], rows), options.json, failures, started)
+        own = {"bico": ["--method", "bico", "--scale", "1"], "default": []}
+        results |= {
+            "parameters": [size.parameters(vocabulary_size) for size in sizes],
+            "weights_bytes": weights,
+            "limit_bytes": limit,
+            "one_block_of_each_float32": 4 * (sizes[0].block + sizes[1].block),
+        }
+        for name in wanted:
+            plan, found = planned_and_run([*map(str, command), *own[name]], limit)
+            results[name] = outcome(plan, found, limit, minutes[name], options.quick)
+            shutil.rmtree(work / "out", ignore_errors=True)
+            print(name, json.dumps(results[name]), flush=True)
+    kept = {name: results[name] for name in ("bico", "default") if name in results}
+    failures = [f"{name}: {why}" for name, found in kept.items() for why in found["missed"]]
+    tokens = min(found["tokens"] for found in kept.values())
+    if not options.quick and (weights < 2.8 * limit or tokens < 1024):  # 9 GB against 3 GiB
+        failures.append(f"{weights / limit:.1f} times the limit and {tokens} tokens: too small")
+    common.finish(results, table(results), options.json, failures, started)
 
 
 if __name__ == "__main__":
