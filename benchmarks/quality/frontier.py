@@ -1,7 +1,7 @@
 """Quality against cost: every way to bring a fine-tune to another base, by what it recovers and what it takes.
 
     python benchmarks/quality/frontier.py [--quick] [--json benchmarks/results/frontier.json] [--tasks NAME …]
-        [--pairs A:B …] [--counts N …] [--seeds N] [--ways moved|trained|all] [--text]
+        [--pairs A:B …] [--counts N …] [--seeds N] [--ways moved|trained|all] [--text | --example]
 
 Each way is run alone, in one thread, on one pair, task and draw: its CPU-seconds are those of its own process time, its
 passes are counted where the towers run (a forward with a backward is one, a forward alone a third, over the calibration
@@ -18,7 +18,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -31,15 +31,20 @@ import torch
 from torch import nn
 
 from benchmarks.shared import common
-from benchmarks.zoo import zoo_data, zoo_tasks
-from taskferry import TaskVector
+from benchmarks.zoo import example_models, zoo_data, zoo_tasks
+from taskferry import TaskVector, load_model, load_samples, load_tuned
 from taskferry.bench.code import code_of
 from taskferry.bench.recipe import Cell, load_recipe
 from taskferry.bench.rows import SCORED
 from taskferry.bench.running import Bench, Places, Reporter
-from taskferry.fitting.objectives import Classifier
+from taskferry.evaluation import Pool, evaluate
+from taskferry.example import FILES
+from taskferry.fitting.objectives import Classifier, LanguageModel
+from taskferry.fitting.preparation import prepare
+from taskferry.fitting.scale import moved_by
 from taskferry.methods import CannotMove, Job, find
 from taskferry.report.figures import Line, alone, lines
+from taskferry.settings import CalibrationSettings
 
 PAIRS = (("narrow", "twin"), ("wide", "narrow"), ("narrow", "wide"), ("twin", "deep"))
 TASKS = ("letters", "cifar10", "occluded", "case")
@@ -49,6 +54,7 @@ STEPS = (1, 10, 30, 100)
 WORST = -1.0  # points
 MODELS = {model for pair in PAIRS for model in pair}
 ZOO, NEW, TEXT = "zoo", "zoo, new tasks and a new pair", "real encoders of texts"
+EXAMPLE = "example, by the loss"
 DEARER = 2.5  # the most that the default takes, in CPU-seconds of BiCo with an automatic scale
 STANDARD, BESIDE = "+ scales of roles: effort standard", "BiCo, automatic scale"
 IMAGES = common.ROOT / "docs" / "images"
@@ -145,14 +151,47 @@ def run_cell(bench: Bench, cell: Cell, wanted: dict[str, Way], known: dict[str, 
     prepared = bench.prepare(cell)
     A, B = bench.model(cell.source).model, bench.model(cell.target).model
     tau, oracle = bench.tuned(cell.source, cell.task), bench.tuned(cell.target, cell.task)
-    for name, added in (("target", TaskVector({})), ("oracle", oracle)):
-        known[name] = bench.score(cell.target, cell.task, added, 1.0, prepared, 1)
-    ways = known.setdefault("ways", {})
+
+    def score(added: TaskVector, scale: float) -> float:
+        return bench.score(cell.target, cell.task, added, scale, prepared, 1)
+
+    known |= {"target": score(TaskVector({}), 1.0), "oracle": score(oracle, 1.0)}
+    job = Job.of(A, B, tau, prepared.calibration, prepared.objectives)
+    yield from run_ways(job, cell.count, wanted, score, known.setdefault("ways", {}))
+
+
+def run_example(count: int, wanted: dict[str, Way], known: dict[str, Any]) -> Iterator[None]:
+    """The language models that come with the package; a score is the loss a token on later books, turned round."""
+    root = zoo_data.DATA / "example"
+    A, B = load_model(str(FILES / "base-a")), load_model(str(FILES / "base-b"))
+    tuned = load_tuned(str(FILES / "my-lora"), A)
+    test = Pool(load_samples(str(FILES / "test.jsonl")), B, max_length=example_models.LENGTH)
+    batches = test.batches(range(len(test)), 50)
+
+    def score(added: TaskVector, scale: float) -> float:
+        with moved_by(B.model, added) as at:
+            at(scale)
+            return round(-evaluate(B.model, batches, LanguageModel()).loss, 4)
+
+    if "oracle" not in known:
+        example_models.make_data(root)
+        known["oracle"] = round(-example_models.adapter(FILES / "base-b", root, example_models.LORA_STEPS), 4)
+    known["target"] = score(TaskVector({}), 1.0)
+    settings = CalibrationSettings(calibration=str(FILES / "data.jsonl"), samples=count, micro_batch=20)
+    prepared = prepare(settings, A, B, tuned)
+    job = Job.of(A.model, B.model, tuned.tau, prepared.calibration, prepared.objectives)
+    yield from run_ways(job, count, wanted, score, known.setdefault("ways", {}))
+
+
+def run_ways(
+    given: Job, count: int, wanted: dict[str, Way], score: Callable[[TaskVector, float], float], ways: dict[str, Any]
+) -> Iterator[None]:
+    """Those that are not known yet, each on a job of its own."""
     for name, way in wanted.items():
         if name in ways and ways[name]["code"] == way.code:
             continue
-        job = Job.of(A, B, tau, prepared.calibration, prepared.objectives)
-        with counted(A, cell.count) as of_A, counted(B, cell.count) as of_B:
+        job = Job.of(given.source, given.target, given.tau, given.calibration, given.pair.objectives)
+        with counted(job.source, count) as of_A, counted(job.target, count) as of_B:
             started = time.process_time()
             try:
                 moved, scale = taken(way, job)
@@ -161,7 +200,7 @@ def run_cell(bench: Bench, cell: Cell, wanted: dict[str, Way], known: dict[str, 
                 continue
             seconds = time.process_time() - started
         ways[name] = {
-            "score": bench.score(cell.target, cell.task, moved, scale, prepared, 1),
+            "score": score(moved, scale),
             "cpu": round(seconds, 2),
             "passes": [round(of_A[0], 1), round(of_B[0], 1)],
             "scale": round(scale, 2),
@@ -189,7 +228,7 @@ def group(key: str) -> str:
     """Which table a cell belongs to."""
     task, source, target, *_ = key.split()
     if source not in MODELS:
-        return TEXT
+        return EXAMPLE if source == "base-a" else TEXT
     return ZOO if task in TASKS and (source, target) in PAIRS else NEW
 
 
@@ -241,7 +280,7 @@ def table(cells: dict[str, Any]) -> str:
             if found is not None:
                 share = common.mean_spread([100 * s for s in found.share], 0)
                 passes = " / ".join(f"{p:.1f}" for p in found.passes)
-                rows.append([kind, str(count), name, str(found.cells), f"{share} %", f"{found.least:+.1f}",
+                rows.append([kind, str(count), name, str(found.cells), f"{share} %", f"{found.least:+.2f}",
                              f"{found.cpu:.1f}", passes])  # fmt: skip
     header = ["", "N", "way", "cells", "share of the oracle's gain", "least gain of a pair and task, points",
               "CPU-seconds", "passes, source / target"]  # fmt: skip
@@ -272,6 +311,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ways", choices=("moved", "trained", "all"), default="all")
     parser.add_argument("--text", action="store_true", help="real encoders of texts: gte-small to MiniLM-L6 and back")
+    parser.add_argument("--example", action="store_true", help="the language models that come with the package")
     parser.add_argument("--shown", action="store_true", help="run nothing: the table of what earlier runs finished")
     options = parser.parse_args()
     started = time.time()
@@ -283,7 +323,14 @@ def main() -> None:
         options.tasks, options.pairs, options.counts, options.seeds = ["letters"], [PAIRS[0]], [20], 1
         wanted = {name: way for name, way in wanted.items() if way.settings.get("steps", 1) == 1}
     cells = kept(options.json, {})
-    if not options.shown:
+    if options.example:
+        for count in options.counts:
+            key = f"scripture base-a base-b {count} 0"
+            for _ in run_example(count, wanted, cells.setdefault(key, {})):
+                kept(options.json, {key: cells[key]})
+            print(key, f"{time.time() - started:.0f} s", flush=True)
+        cells = kept(options.json, cells)
+    elif not options.shown:
         bench = open_bench(options.quick, options.text)
         places = product(options.tasks, range(options.seeds), options.pairs, options.counts)
         for task, seed, (source, target), count in places:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from taskferry import Prototypes, TaskVector
+from taskferry import Alignment, Prototypes, TaskVector
 from taskferry.checkpoints import Skeleton, load_model, read_adapter
+from taskferry.engines import blocks as block_engine
 from taskferry.engines.blocks import BlockPair
 from taskferry.engines.blockwise import BlockwiseModel, forward
 from taskferry.engines.lazy import LazyModel
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
 from taskferry.fitting.objectives import LanguageModel
-from taskferry.methods import Job, run
+from taskferry.fitting.statistics import Capture
+from taskferry.methods import FOLDS, Job, run
 from tests.helpers import folders
 from tests.helpers.command import taskferry
 from tests.helpers.tiny import TINY, VOCABULARY, Tiny, hf, relative
@@ -113,6 +118,40 @@ def test_all_scales_of_a_round_read_the_weights_once(tmp_path: Path, monkeypatch
         blocks.losses([moved], scales)
         counts.append(sum("model-1" in str(path) for path in opened))
     assert counts[0] == counts[1] > 0
+
+
+def test_one_version_of_a_block_s_maps_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the block before, and those without another fold, are gone when the next are made."""
+    _, blocks, tau = pairs("llama", (2, 3), tmp_path)
+    made: list[weakref.ref[object]] = []
+    real = block_engine.in_place
+
+    def watched(part: Alignment, capture: Capture) -> Alignment:
+        assert not any(earlier() for earlier in made)
+        made.append(weakref.ref(part))
+        return real(part, capture)
+
+    monkeypatch.setattr(block_engine, "in_place", watched)
+    run("bico", Job(blocks, tau).in_folds())
+    assert len(made) == 3 * (1 + FOLDS)
+
+
+def test_embeddings_are_in_memory_once_for_all_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, blocks, tau = pairs("llama", (2, 3), tmp_path)
+    moved = run("bico", Job(blocks, tau)).tau
+    read: list[str] = []
+    real = LazyModel.read
+
+    def counted(lazy: LazyModel, names: Iterable[str], *more: Any, **named: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in real(lazy, names, *more, **named):
+            read.append(name)
+            yield name, value
+
+    monkeypatch.setattr(LazyModel, "read", counted)
+    blocks.losses([moved], [0.0, 0.5, 1.0])
+    outer = blocks.lazy[1].outside(["model.layers.0", "model.layers.1", "model.layers.2"])
+    assert outer
+    assert {read.count(name) for name in outer} == {2}  # on the way in and on the way out
 
 
 def test_models_of_more_than_two_stacks_are_refused(tmp_path: Path) -> None:
