@@ -23,7 +23,7 @@ from taskferry.fitting.objectives import Classifier, Logits
 from taskferry.fitting.role_scales import STEPS
 from taskferry.fitting.scale import calibration_loss, moved_by
 from taskferry.fitting.statistics import Capture, Statistics
-from taskferry.maths.whitening import UnitRows
+from taskferry.maths.whitening import UnitRows, Whitened
 from taskferry.methods import Job, run
 from taskferry.methods.twofold import ALONE, PATCH, with_views
 from taskferry.sites import family_of
@@ -157,6 +157,13 @@ def test_its_maps_move_what_it_moved() -> None:
         again = moved.alignment.apply(given.tau)
         assert relative(flat(again), flat(moved.tau)) < 1e-9
         assert [row["target"] for row in moved.sites] == [pair.target.name for pair in moved.alignment.pairs]
+
+
+def test_first_maps_are_rough_and_not_taken_for_others() -> None:
+    """Groups that a killed run has finished are known by the key of their capture."""
+    capture = Capture(sums=Whitened)
+    assert replace(capture, again=True).key() != capture.key()
+    assert replace(capture, again=True).key() == replace(capture, again=True).key()
 
 
 def test_what_does_not_help_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

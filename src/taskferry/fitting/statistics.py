@@ -67,7 +67,7 @@ class Capture:
 
     def key(self) -> str:
         """The same for captures that see the same."""
-        what = (self.inputs, self.outputs, self.sums.__name__, self.identity, self.folds)
+        what = (self.inputs, self.outputs, self.sums.__name__, self.identity, self.folds, self.again)
         digest = hashlib.sha256(repr(what).encode())
         for point in self.points:
             for side, tau in (("source", point.source), ("target", point.target)):
