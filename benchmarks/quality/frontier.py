@@ -83,7 +83,7 @@ PLAIN: dict[str, Any] = {"halfway": 0.0, "scales": "one", "views": 0, "whiten": 
 PARTS = "the default, part by part"
 WAYS: dict[str, Way] = {
     "THESEUS": Way("theseus"),
-    "BiCo at scale 1": Way("bico"),
+    "BiCo at scale 1": Way("bico", line=PARTS),
     BESIDE: Way("bico", auto=True, line=PARTS),
     "+ gradients of one length": Way("twofold", PLAIN, auto=True),
     "+ whitened: effort fast": Way("twofold", {**PLAIN, "whiten": True}, auto=True, line=PARTS),
@@ -233,7 +233,7 @@ def group(key: str) -> str:
 
 
 def kept(path: Path | None, cells: dict[str, Any]) -> dict[str, Any]:
-    """All cells that are known, these among them."""
+    """All cells that are known, these among them: other processes may add theirs to the same file."""
     known = cells if path is None else common.keep(path, cells)
     return {key: value for key, value in known.items() if isinstance(value, dict)}
 
@@ -329,7 +329,6 @@ def main() -> None:
             for _ in run_example(count, wanted, cells.setdefault(key, {})):
                 kept(options.json, {key: cells[key]})
             print(key, f"{time.time() - started:.0f} s", flush=True)
-        cells = kept(options.json, cells)
     elif not options.shown:
         bench = open_bench(options.quick, options.text)
         places = product(options.tasks, range(options.seeds), options.pairs, options.counts)
@@ -343,7 +342,7 @@ def main() -> None:
             for _ in run_cell(bench, cell, wanted, cells.setdefault(key, {})):
                 kept(options.json, {key: cells[key]})
             print(key, f"{time.time() - started:.0f} s", flush=True)
-        cells = kept(options.json, cells)  # with those of another process
+        cells = kept(options.json, {}) or cells  # with those of another process
     failures = []
     for kind, count in sorted({(group(key), int(key.split()[3])) for key in cells}):
         some = {key: known for key, known in cells.items() if group(key) == kind}
