@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,15 @@ from torch import nn
 from benchmarks.shared import common
 from benchmarks.zoo import example_models, zoo_data, zoo_tasks
 from taskferry import TaskVector, load_model, load_samples, load_tuned
-from taskferry.bench.code import code_of
 from taskferry.bench.recipe import Cell, load_recipe
-from taskferry.bench.rows import SCORED
+from taskferry.bench.rows import Mover, RowKind
 from taskferry.bench.running import Bench, Places, Reporter
 from taskferry.evaluation import Pool, evaluate
 from taskferry.example import FILES
-from taskferry.fitting.objectives import Classifier, LanguageModel
+from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.preparation import prepare
 from taskferry.fitting.scale import moved_by
-from taskferry.methods import CannotMove, Job, find
+from taskferry.methods import CannotMove, Job, TableRow, find
 from taskferry.report.figures import Line, alone, lines
 from taskferry.settings import CalibrationSettings
 
@@ -72,27 +71,29 @@ class Way:
 
     @property
     def trains(self) -> bool:
-        return find(self.method).needs.training
+        return self.row.method.needs.training
 
     @property
-    def code(self) -> str:
-        return code_of(find(self.method).function.__module__, *SCORED)
+    def row(self) -> RowKind:
+        """As tables know it, though most are in none."""
+        row = TableRow(self.method, self.settings, auto_scale=self.auto, teacher=self.teacher)
+        return RowKind(find(self.method), row)
 
 
-PLAIN: dict[str, Any] = {"halfway": 0.0, "scales": "one", "views": 0, "whiten": False}
+FAST, THOROUGH = (find("twofold").at(effort) for effort in ("fast", "thorough"))
 PARTS = "the default, part by part"
 WAYS: dict[str, Way] = {
     "THESEUS": Way("theseus"),
     "BiCo at scale 1": Way("bico", line=PARTS),
     BESIDE: Way("bico", auto=True, line=PARTS),
-    "+ gradients of one length": Way("twofold", PLAIN, auto=True),
-    "+ whitened: effort fast": Way("twofold", {**PLAIN, "whiten": True}, auto=True, line=PARTS),
-    "+ a second capture": Way("twofold", {**PLAIN, "whiten": True, "halfway": 0.5}, auto=True, line=PARTS),
+    "+ gradients of one length": Way("twofold", {**FAST, "whiten": False}, auto=True),
+    "+ whitened: effort fast": Way("twofold", FAST, auto=True, line=PARTS),
+    "+ a second capture": Way("twofold", {"scales": "one"}, auto=True, line=PARTS),
     STANDARD: Way("twofold", auto=True, line=PARTS),
-    "+ augmented views: effort thorough": Way("twofold", {"views": 3}, auto=True, line=PARTS),
-    "effort fast, no labels": Way("twofold", {**PLAIN, "whiten": True}, auto=True, teacher=True),
+    "+ augmented views: effort thorough": Way("twofold", THOROUGH, auto=True, line=PARTS),
+    "effort fast, no labels": Way("twofold", FAST, auto=True, teacher=True),
     "effort standard, no labels": Way("twofold", auto=True, teacher=True),
-    "effort thorough, no labels": Way("twofold", {"views": 3}, auto=True, teacher=True),
+    "effort thorough, no labels": Way("twofold", THOROUGH, auto=True, teacher=True),
     **{f"few-shot, {n} steps": Way("few-shot", {"steps": n}, line="few-shot tuning, labels") for n in STEPS},
     **{
         f"few-shot from BiCo, {n} steps": Way(
@@ -126,24 +127,6 @@ def counted(model: nn.Module, samples: int) -> Iterator[list[float]]:
         yield passes
     finally:
         handle.remove()
-
-
-def taken(way: Way, job: Job) -> tuple[TaskVector, float]:
-    """What is added to the target, and the scale that it is added at."""
-    method = find(way.method)
-    if way.teacher:
-        head = job.pair.objectives[0]
-        if not isinstance(head, Classifier):
-            raise CannotMove("the teacher labels classes")
-        labels = job.pair.teacher(job.tau, head, job.calibration)
-        job = replace(job, pair=job.pair.with_calibration(job.calibration.with_labels(labels)))
-    job = job.in_folds() if way.auto else job
-    moved = method.move(job, way.settings)
-    if not way.auto:
-        return moved.tau, 1.0
-    if moved.curve is not None:
-        return moved.tau, float(moved.curve.helps)
-    return moved.tau, job.best_scale(moved.judged).best
 
 
 def run_cell(bench: Bench, cell: Cell, wanted: dict[str, Way], known: dict[str, Any]) -> Iterator[None]:
@@ -188,15 +171,15 @@ def run_ways(
 ) -> Iterator[None]:
     """Those that are not known yet, each on a job of its own."""
     for name, way in wanted.items():
-        if name in ways and ways[name]["code"] == way.code:
+        if name in ways and ways[name]["code"] == way.row.code:
             continue
         job = Job.of(given.source, given.target, given.tau, given.calibration, given.pair.objectives)
         with counted(job.source, count) as of_A, counted(job.target, count) as of_B:
             started = time.process_time()
             try:
-                moved, scale = taken(way, job)
+                moved, scale, _ = Mover(job).take(way.row)
             except CannotMove as error:
-                ways[name] = {"refused": str(error), "code": way.code}
+                ways[name] = {"refused": str(error), "code": way.row.code}
                 continue
             seconds = time.process_time() - started
         ways[name] = {
@@ -204,7 +187,7 @@ def run_ways(
             "cpu": round(seconds, 2),
             "passes": [round(of_A[0], 1), round(of_B[0], 1)],
             "scale": round(scale, 2),
-            "code": way.code,
+            "code": way.row.code,
         }
         yield
 
@@ -230,6 +213,12 @@ def group(key: str) -> str:
     if source not in MODELS:
         return EXAMPLE if source == "base-a" else TEXT
     return ZOO if task in TASKS and (source, target) in PAIRS else NEW
+
+
+def grouped(cells: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Every table and number of samples, with the cells of that table."""
+    for kind, count in sorted({(group(key), int(key.split()[3])) for key in cells}):
+        yield kind, count, {key: known for key, known in cells.items() if group(key) == kind}
 
 
 def kept(path: Path | None, cells: dict[str, Any]) -> dict[str, Any]:
@@ -273,8 +262,7 @@ def summed(cells: dict[str, Any], name: str, count: int) -> Found | None:
 
 def table(cells: dict[str, Any]) -> str:
     rows = []
-    for kind, count in sorted({(group(key), int(key.split()[3])) for key in cells}):
-        some = {key: known for key, known in cells.items() if group(key) == kind}
+    for kind, count, some in grouped(cells):
         for name in WAYS:
             found = summed(some, name, count)
             if found is not None:
@@ -344,8 +332,7 @@ def main() -> None:
             print(key, f"{time.time() - started:.0f} s", flush=True)
         cells = kept(options.json, {}) or cells  # with those of another process
     failures = []
-    for kind, count in sorted({(group(key), int(key.split()[3])) for key in cells}):
-        some = {key: known for key, known in cells.items() if group(key) == kind}
+    for kind, count, some in grouped(cells):
         for name, way in WAYS.items():
             found = summed(some, name, count) if way.auto else None
             if found is not None and found.least < WORST:
@@ -355,7 +342,8 @@ def main() -> None:
             failures.append(
                 f"{kind}, {count} samples: the default takes {standard.cpu / bico.cpu:.2f} times BiCo's time"
             )
-        if options.json and count in COUNTS and kind == ZOO:
+        committed = options.json is not None and options.json.resolve().parent == common.RESULTS
+        if committed and count in COUNTS and kind == ZOO:  # a trial elsewhere leaves the pages as they are
             (IMAGES / f"frontier-{count}.svg").write_text(alone(draw(some, count)))
     failures = [] if options.quick else failures
     common.finish(cells, table(cells), options.json, failures, started)

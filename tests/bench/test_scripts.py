@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.pages import ROOT
+
 SCRIPTS = sorted(
     str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
     for path in (ROOT / "benchmarks").glob("*/*.py")

@@ -55,8 +55,11 @@ class Mover:
         self._moved: dict[str, tuple[Moved, float]] = {}
 
     def move(self, name: str) -> tuple[TaskVector, float, float]:
+        """By a row of the tables: see `take`."""
+        return self.take(rows()[name])
+
+    def take(self, kind: RowKind) -> tuple[TaskVector, float, float]:
         """The moved task vector, its scale, and the seconds that both took; a method may refuse (`CannotMove`)."""
-        kind = rows()[name]
         row = kind.row
         key = f"{kind.method.name} {row.settings} {row.teacher}"
         job = self._taught if row.teacher else self.job

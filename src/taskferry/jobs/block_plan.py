@@ -70,11 +70,7 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], cost: Cost) -> Plan:
     stages = {
         "forward": cost.captures * (2 * sum(stored) / READING + 3 * sum(flops) / speed),
         "capture": cost.captures * sum(tokens * a * b for a, b in every) / machine.product,
-        "solve": sum(
-            cost.rough * machine.solve_seconds(tokens, a, b)
-            + cost.solves * machine.solve_seconds(rows, a, b, cost.folds)
-            for a, b in every
-        ),
+        "solve": sum(machine.solving_seconds(cost, tokens, *shape) for shape in every),
         "apply": (cost.rough + versions)
         * sum(apply_cost(p.source.shape, p.target.shape) for p in pairs)
         / machine.product,

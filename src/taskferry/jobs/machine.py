@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from taskferry.maths.procrustes import procrustes, procrustes_from_rows
+from taskferry.methods import Cost
 
 SQUARE = (64, 256, 768, 1536)  # widths at which a map is solved; between and beyond, a power law through two of them
 ROWS = (64, 256, 1024)  # tokens of the factored maps that are timed, between spaces twice as wide
@@ -66,6 +67,12 @@ class Machine:
             return self._power_law(ROWS, self._rows, tokens) + QR * wider / self.product64
         wider = (m - n) * n * n  # the Gram matrix and V in float64, R in float32
         return self._power_law(SQUARE, self._square, n) + wider * (1.6 / self.product64 + 1.0 / self.product)
+
+    def solving_seconds(self, cost: Cost, tokens: int, d_A: int, d_B: int) -> float:
+        """One map by a method: rough ones on the way, then that of the rows of all captures."""
+        rows = max(1, cost.captures) * tokens
+        rough = cost.rough * self.solve_seconds(tokens, d_A, d_B)
+        return rough + cost.solves * self.solve_seconds(rows, d_A, d_B, cost.folds)
 
     def _power_law(self, sizes: Sequence[int], measure: Callable[[int], float], n: int) -> float:
         """Through the two measured sizes next to n, or the two largest; never steeper than a cube."""

@@ -86,11 +86,7 @@ def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost) -> Plan:
         memory_bytes=now + _working_memory(trial, maps, min(held, memory)),
         stages={
             "capture": cost.captures * (groups * passes + products / machine.product),
-            "solve": sum(
-                cost.rough * machine.solve_seconds(rows, a, b)
-                + cost.solves * machine.solve_seconds(seen * rows, a, b, cost.folds)
-                for rows, a, b in maps
-            ),
+            "solve": sum(machine.solving_seconds(cost, *each) for each in maps),
             "apply": (cost.rough + versions) * moving / machine.product,
             "hash": weights / machine.hashing,
             "scale": cost.evaluations * 0.25 * passes,  # a forward pass of the target: half of its half

@@ -18,7 +18,7 @@ from taskferry.jobs.record import Outcome, Reporter, make_record, summary, verdi
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.spectrum import before_and_after
 from taskferry.jobs.timing import Timing
-from taskferry.methods import Job, Moved
+from taskferry.methods import Job, Moved, find
 from taskferry.taskvector import LazyDeltas, TaskVector
 
 
@@ -114,7 +114,7 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
         f"seed {settings.seed}",
         "labels": prepared.labels,
         "method": " ".join([settings.method, *(f"{k}={v}" for k, v in settings.method_settings.items())]),
-        **({"effort": settings.effort} if settings.chosen()[0].efforts else {}),
+        **({"effort": settings.effort} if find(settings.method).efforts else {}),
         "engine": models.pair.engine,
         "objective": prepared.objectives[1].describe(),
         "scale": "chosen on the samples" if settings.scale == "auto" else f"{settings.scale:g}",
