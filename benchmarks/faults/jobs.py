@@ -93,9 +93,9 @@ class World:
 
     def finetune(self, out: Path) -> None:
         from taskferry import finetune
-        from taskferry.evaluation.finetuning import FineTuning
         from taskferry.evaluation.pool import Pool
         from taskferry.fitting.objectives import NewHead
+        from taskferry.training.finetuning import FineTuning
 
         loaded = load_model(str(self.root / "base-a"))
         pool = Pool(load_samples(str(self.root / "texts.jsonl")), loaded, max_length=32)

@@ -33,9 +33,10 @@ from taskferry.bench.comparing import compare
 from taskferry.calibration.data import load_samples
 from taskferry.checkpoints import Loaded, load_model
 from taskferry.disk.staging import staged_folder
-from taskferry.evaluation import FineTuning, Pool, evaluate, finetune
+from taskferry.evaluation import Pool, evaluate
 from taskferry.fitting.objectives import LanguageModel
 from taskferry.settings import CompareSettings
+from taskferry.training import FineTuning, finetune
 
 # name: width, blocks, which half of the reviews, tokenizer, seed
 MODELS: dict[str, tuple[int, int, int, str, int]] = {

@@ -37,11 +37,11 @@ from taskferry.analysis.study import analyze
 from taskferry.bench.recipe import Recipe, load_recipe
 from taskferry.bench.running import Bench, Places, Reporter
 from taskferry.calibration.samplers import choose
-from taskferry.evaluation import finetune
 from taskferry.report.analysis import all_figures, outputs_figure
 from taskferry.report.command import write_report
 from taskferry.report.figures import alone
 from taskferry.settings import AnalyzeSettings
+from taskferry.training import finetune
 
 RESULTS = common.RESULTS / "analysis.json"
 IMAGES = common.ROOT / "docs" / "images"

@@ -102,7 +102,7 @@ WAYS: dict[str, Way] = {
         for n in STEPS
     },
     **{
-        f"distil, {n} steps": Way("distil", {"steps": n, "start": "target"}, line="distillation, no labels")
+        f"distil, {n} steps": Way("distil", {"steps": n, "start": "cold"}, line="distillation, no labels")
         for n in STEPS
     },
     **{

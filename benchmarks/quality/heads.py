@@ -24,11 +24,11 @@ from taskferry.bench.recipe import load_recipe
 from taskferry.bench.running import Bench, Places, Reporter
 from taskferry.calibration.samplers import choose
 from taskferry.evaluation import Pool, evaluate
-from taskferry.evaluation.finetuning import split
 from taskferry.fitting.objectives import Classifier, CrossProbe, LinearProbe, Prototypes
 from taskferry.fitting.preparation import encoder_calibration
 from taskferry.fitting.scale import moved_by
 from taskferry.methods import Job, run
+from taskferry.training.finetuning import split
 
 OBJECTIVES: dict[str, Classifier] = {
     "prototypes, temperature 5": Prototypes(5.0),

@@ -23,8 +23,9 @@ from taskferry.bench.recipe import Cell, load_recipe
 from taskferry.bench.rows import Mover
 from taskferry.bench.running import Bench, Places, Reporter
 from taskferry.evaluation import evaluate
-from taskferry.evaluation.finetuning import LazyBatches, finetune, split
+from taskferry.evaluation.pool import LazyBatches
 from taskferry.methods import Job
+from taskferry.training.finetuning import finetune, split
 
 CELLS = tuple(("wide", "narrow", task) for task in ("letters", "cifar10", "occluded"))
 GOALS = (0.5, 0.8, 0.9, 0.95)

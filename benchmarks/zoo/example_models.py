@@ -28,8 +28,9 @@ from benchmarks.zoo import zoo_data
 from taskferry.calibration.data import load_samples
 from taskferry.checkpoints import Loaded, load_model
 from taskferry.disk.staging import staged_folder
-from taskferry.evaluation import FineTuning, Pool, evaluate, finetune
+from taskferry.evaluation import Pool, evaluate
 from taskferry.fitting.objectives import LanguageModel
+from taskferry.training import FineTuning, finetune
 
 LENGTH, WINDOW, VOCABULARY = 96, 240, 1024
 SIZES = {"base-a": (96, 4, 0), "base-b": (128, 6, 1)}  # width, blocks, which half of the speeches

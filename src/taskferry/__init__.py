@@ -13,7 +13,7 @@ from taskferry.checkpoints import load_model, load_tuned
 from taskferry.coverage import Coverage
 from taskferry.engines.whole import fit
 from taskferry.errors import TaskferryError
-from taskferry.evaluation import FineTuning, Pool, evaluate, finetune
+from taskferry.evaluation import Pool, evaluate
 from taskferry.fitting.objectives import (
     Head,
     LanguageModel,
@@ -25,6 +25,7 @@ from taskferry.fitting.objectives import (
     teacher_labels,
 )
 from taskferry.taskvector import LowRank, TaskVector
+from taskferry.training import FineTuning, finetune
 from taskferry.version import __version__
 
 __all__ = [

@@ -20,15 +20,25 @@ from taskferry.sites.family import HEAD
 from tests.helpers.tiny import TINY, double, job, rebuilt, relative, tuned
 from tests.properties.equivariant import Embedding, Equivariant, Widths, calibration, distance, loss, random_task_vector
 
+METHODS = ["bico", "cold", "distil", "few-shot", "gradfix", "naive", "theseus", "transfusion", "twofold"]
+
 
 def test_all_methods_are_there() -> None:
-    assert list(methods()) == ["bico", "distil", "few-shot", "gradfix", "naive", "theseus", "transfusion", "twofold"]
+    assert list(methods()) == [
+        "bico",
+        "cold",
+        "distil",
+        "few-shot",
+        "gradfix",
+        "naive",
+        "theseus",
+        "transfusion",
+        "twofold",
+    ]
     assert all(found.summary for found in methods().values())
 
 
-@pytest.mark.parametrize(
-    "name", ["bico", "distil", "few-shot", "gradfix", "naive", "theseus", "transfusion", "twofold"]
-)
+@pytest.mark.parametrize("name", METHODS)
 def test_every_method_gives_a_task_vector_for_the_target(name: str) -> None:
     given = job("vit")
     before = {n: p.detach().clone() for n, p in given.target.named_parameters()}
@@ -336,7 +346,7 @@ def test_the_mode_of_the_target_neither_counts_nor_changes(name: str) -> None:
     batches = [double(a) for a, _ in TINY["plain"].calibration(24, 6)]
     tau = TaskVector.between(dict(A.named_parameters()), tuned(A))
     given = Job.of(A, B, tau, Calibration((b, b) for b in batches), Prototypes())
-    settings = {"few-shot": {"steps": 2}, "distil": {"steps": 2, "start": "target"}}.get(name, {})
+    settings = {"few-shot": {"steps": 2}, "distil": {"steps": 2, "start": "cold"}}.get(name, {})
     expected = run(name, rebuilt(given, source=A.eval(), target=B.eval()), **settings).tau
     A.train()
     B.train()

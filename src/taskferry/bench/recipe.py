@@ -20,8 +20,8 @@ from pydantic import Field, model_validator
 from taskferry.bench.rows import rows
 from taskferry.calibration.choices import ObjectiveName, Sampler
 from taskferry.errors import TaskferryError
-from taskferry.evaluation.finetuning import FineTuning
 from taskferry.settings import Settings, load_settings, read_yaml
+from taskferry.training.finetuning import FineTuning
 
 SHARED = "shared"  # the folder of pieces that several recipes name
 

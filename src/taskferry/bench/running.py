@@ -26,14 +26,15 @@ from taskferry.checkpoints import Loaded, load_model
 from taskferry.checkpoints.loaded import to_device
 from taskferry.disk.files import hash_parameters
 from taskferry.errors import TaskferryError
-from taskferry.evaluation import Pool, evaluate, finetune
-from taskferry.evaluation.finetuning import LazyBatches
+from taskferry.evaluation import Pool, evaluate
+from taskferry.evaluation.pool import LazyBatches
 from taskferry.fitting.objectives import Classifier, LinearProbe, NewHead, Prototypes
 from taskferry.fitting.preparation import Prepared, prepare, zero_shot
 from taskferry.fitting.scale import moved_by
 from taskferry.methods import Job
 from taskferry.settings import CalibrationSettings
 from taskferry.taskvector import TaskVector
+from taskferry.training import finetune
 
 TARGET, ORACLE, TUNED = "target", "target, fine-tuned (oracle)", "source, fine-tuned"
 BASE_ROWS = (TARGET, ORACLE, TUNED)
@@ -109,7 +110,7 @@ class Bench:
             "templates": recipe.tasks[task].templates,
             "max_length": recipe.tasks[task].max_length,
             "finetune": recipe.finetune.model_dump(),
-            "code": code_of("taskferry.evaluation.finetuning", deep=False),
+            "code": code_of("taskferry.training.finetuning", deep=False),
             "kind": recipe.kind,
         }
         if scored:

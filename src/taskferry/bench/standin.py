@@ -21,7 +21,7 @@ from taskferry.bench.recipe import ModelSpec, Recipe, TaskSpec
 from taskferry.bench.running import Places
 from taskferry.disk.files import write_plain_safetensors
 from taskferry.errors import TaskferryError
-from taskferry.evaluation import FineTuning
+from taskferry.training import FineTuning
 
 CLASSES, TRAIN, TEST = 4, 48, 16
 WORDS = ("a", "the", "cat", "dog", "sat", "ran", "on", "mat", "red", "big")

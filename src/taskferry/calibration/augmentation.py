@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from taskferry.calibration.batch import Batch, Calibration
+from taskferry.calibration.batch import IGNORED, Batch, Calibration
 
 TURN, STRETCH, SHEAR, SHIFT, CONTRAST = 0.26, 0.15, 0.15, 0.2, 0.2  # radians, shares; shift of half a side
 BLENDED = 0.5  # share of the views that are blended with another sample
@@ -41,27 +41,28 @@ class Views:
 
     def pair(self, indices: Sequence[int]) -> tuple[Batch, Batch]:
         """These inputs as each of the models takes them."""
+        return self.side(0, indices), self.side(1, indices)
+
+    def side(self, which: int, indices: Sequence[int]) -> Batch:
+        """These inputs as one of the models takes them."""
         numbers = torch.stack([self._numbers(i) for i in indices])  # [n, 14] in 0 … 1
         of = torch.tensor([i % self.samples for i in indices])
         other = (numbers[:, 13] * self.samples).long().clamp_max(self.samples - 1)
         copied = torch.tensor([i >= self.samples for i in indices])
         share = torch.where(numbers[:, 12] < self.blended, numbers[:, 12], 0.0)  # of the other sample
-        sides = []
-        for inputs in self.sides:
+        changed = {}
+        for name, x in self.sides[which].items():
             if not bool(copied.any()):
-                sides.append({name: x[of.to(x.device)] for name, x in inputs.items()})
+                changed[name] = x[of.to(x.device)]
                 continue
-            changed = {}
-            for name, x in inputs.items():
-                by = 0.5 + self.strength * (numbers - 0.5)
-                mine = warp(x[of], by[:, :6])
-                if self.blended:
-                    part = share.to(x)[:, None, None, None]
-                    mine = (1 - part) * mine + part * warp(x[other], by[:, 6:12])
-                keep = copied[:, None, None, None].to(x.device)
-                changed[name] = torch.where(keep, mine, x[of])
-            sides.append(changed)
-        return Batch(sides[0], ids=tuple(indices)), Batch(sides[1], ids=tuple(indices))
+            by = 0.5 + self.strength * (numbers - 0.5)
+            mine = warp(x[of], by[:, :6])
+            if self.blended:
+                part = share.to(x)[:, None, None, None]
+                mine = (1 - part) * mine + part * warp(x[other], by[:, 6:12])
+            keep = copied[:, None, None, None].to(x.device)
+            changed[name] = torch.where(keep, mine, x[of])
+        return Batch(changed, ids=tuple(indices))
 
     def _numbers(self, index: int) -> Tensor:
         """The same for the same input, whatever it is asked for with."""
@@ -98,6 +99,7 @@ def _whole(batches: Sequence[Batch]) -> dict[str, Tensor]:
         parts = [batch.inputs[name] for batch in batches]
         if parts[0].ndim == 2:
             longest = max(part.shape[1] for part in parts)
-            parts = [F.pad(part, (0, longest - part.shape[1])) for part in parts]
+            value = IGNORED if name == "labels" else 0
+            parts = [F.pad(part, (0, longest - part.shape[1]), value=value) for part in parts]
         whole[name] = torch.cat(parts)
     return whole

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,8 +63,9 @@ class Calibration:
     Kept as a sequence, because the models may be walked several times (groups of sites, scale search).
     """
 
-    def __init__(self, pairs: Iterable[tuple[Batch, Batch]]) -> None:
+    def __init__(self, pairs: Iterable[tuple[Batch, Batch]], tokenizers: tuple[Any, Any] | None = None) -> None:
         numbered = enumerate(pairs)
+        self.tokenizers = tokenizers  # that made its texts, where they are known
         self.pairs: Sequence[tuple[Batch, Batch]] = [
             (replace(A, number=i), replace(B, number=i)) for i, (A, B) in numbered
         ]
@@ -124,7 +126,7 @@ class Calibration:
                 start += len(A)
                 if mine:
                     pairs.append((replace(A.take(mine), fold=fold), replace(B.take(mine), fold=fold)))
-        return Calibration(pairs)
+        return Calibration(pairs, self.tokenizers)
 
     def judging(self, folds: int) -> list[list[Batch]]:
         """The target's micro-batches that losses are taken on: of each part, or all of them as one."""
@@ -140,7 +142,7 @@ class Calibration:
             part = labels[start : start + len(A)]
             pairs.append((replace(A, labels=part), replace(B, labels=part)))
             start += len(A)
-        return Calibration(pairs)
+        return Calibration(pairs, self.tokenizers)
 
     def identity(self) -> str:
         """A hash of everything that both models are shown."""

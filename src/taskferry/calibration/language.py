@@ -84,7 +84,8 @@ def language_calibration(
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         return Batch(inputs, None, tuple(chosen), {"tokens": spans})
 
-    return in_micro_batches(len(samples), micro_batch, batch, tokenizer_A, tokenizer_B)
+    made = in_micro_batches(len(samples), micro_batch, batch, tokenizer_A, tokenizer_B)
+    return Calibration(made, (tokenizer_A, tokenizer_B or tokenizer_A))
 
 
 def sequence_calibration(
@@ -107,7 +108,8 @@ def sequence_calibration(
         inputs = {"input_ids": encoder["input_ids"], "attention_mask": encoder["attention_mask"], "labels": labels}
         return Batch(inputs, None, tuple(chosen), spans)
 
-    return in_micro_batches(len(samples), micro_batch, batch, tokenizer_A, tokenizer_B)
+    made = in_micro_batches(len(samples), micro_batch, batch, tokenizer_A, tokenizer_B)
+    return Calibration(made, (tokenizer_A, tokenizer_B or tokenizer_A))
 
 
 def _render(tokenizer: Any, segments: Sequence[Segment]) -> tuple[str, list[_Place]]:

@@ -15,7 +15,8 @@ from taskferry.errors import TaskferryError
 
 def check_free(out: Path) -> None:
     """Refuse an output that exists or cannot exist, before any work is done."""
-    above = next((p for p in out.absolute().parents if p.exists()), None)
+    out = out.absolute()  # "." has no name of its own
+    above = next((p for p in out.parents if p.exists()), None)
     if above is not None and not above.is_dir():
         raise TaskferryError(f"{above} is a file, so {out} cannot be written: give another --out")
     if out.exists() or out.is_symlink():

@@ -10,10 +10,10 @@ from taskferry.checkpoints import Loaded, load_model, load_tuned
 from taskferry.checkpoints.loaded import to_device
 from taskferry.display.bars import Tell
 from taskferry.errors import TaskferryError
-from taskferry.evaluation.finetuning import LazyBatches
-from taskferry.evaluation.pool import Pool
+from taskferry.evaluation.pool import LazyBatches, Pool
 from taskferry.evaluation.scoring import Score, evaluate
-from taskferry.fitting.objectives import Classifier, Head, LanguageModel, Objective, is_language_model
+from taskferry.fitting.language import is_language_model
+from taskferry.fitting.objectives import Classifier, Head, LanguageModel, Objective
 from taskferry.fitting.preparation import has_text_tower, named_classifier
 from taskferry.settings import EvaluateSettings
 

@@ -7,11 +7,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 from taskferry.calibration.batch import Batch
 from taskferry.calibration.data import Samples
 from taskferry.checkpoints import Loaded
 from taskferry.fitting.preparation import one_sided
+
+
+class Data(Protocol):
+    """Samples that can be asked for by number, such as a `Pool`."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """These samples as the model takes them."""
 
 
 class Pool:
@@ -30,3 +40,19 @@ class Pool:
     def batches(self, indices: Sequence[int], size: int) -> list[Batch]:
         """The same in micro-batches."""
         return one_sided(self.samples.take(indices), self.loaded, max_length=self.max_length, micro_batch=size)
+
+
+class LazyBatches(Sequence[Batch]):
+    """Micro-batches that are made when they are asked for: a whole test set as tensors may not fit."""
+
+    def __init__(self, data: Data, indices: Sequence[int], size: int) -> None:
+        self.data, self.indices, self.size = data, indices, size
+
+    def __len__(self) -> int:
+        return -(-len(self.indices) // self.size)
+
+    def __getitem__(self, place: Any) -> Any:
+        """One micro-batch."""
+        if not 0 <= place < len(self):
+            raise IndexError(place)
+        return self.data.batch(self.indices[place * self.size : (place + 1) * self.size])

@@ -17,7 +17,8 @@ from taskferry.calibration.batch import IGNORED, Batch
 from taskferry.display.bars import Tell, told
 from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import device_of, frozen
-from taskferry.fitting.objectives import Classifier, Objective, next_labels
+from taskferry.fitting.language import expected
+from taskferry.fitting.objectives import Classifier, Objective
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ def evaluate(
     """
     tell = told(progress, "scoring")
     device = device_of(model)
-    shifted = not bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     right = units = samples = 0
     total = 0.0
     if isinstance(objective, Classifier):
@@ -69,16 +69,15 @@ def evaluate(
                 units += int(known.sum())
             else:
                 total += float(loss(moved))
-                units += _predicted(moved, shifted)
+                units += _predicted(model, moved)
             if tell is not None:
                 tell(done, len(test))
     accuracy = 100.0 * right / max(1, samples) if isinstance(objective, Classifier) else None
     return Score(accuracy, total / max(1, units), samples)
 
 
-def _predicted(batch: Batch, shifted: bool) -> int:
+def _predicted(model: torch.nn.Module, batch: Batch) -> int:
     """Tokens that a language model predicts, samples for any other loss; a causal model predicts no first token."""
     if "labels" not in batch.inputs:
         return len(batch)
-    labels = next_labels(batch.inputs) if shifted else batch.inputs["labels"]
-    return int((labels != IGNORED).sum())
+    return int((expected(model, batch) != IGNORED).sum())

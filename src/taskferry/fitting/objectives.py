@@ -10,7 +10,7 @@ the micro-batches does not matter; the maps do not depend on its scale.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from taskferry.calibration.batch import IGNORED, Batch, Calibration
 from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Loss, device_of, frozen
+from taskferry.fitting.language import expected, is_language_model, logits_at, logits_of
 from taskferry.sites import family_of
 
 Logits = Callable[[Batch], Tensor]
@@ -87,7 +88,7 @@ class Head(Classifier):
     def logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:  # noqa: ARG002
         """The model's logits."""
         family = family_of(model)
-        return lambda batch: _logits(model(**family.arguments(model, batch)))
+        return lambda batch: logits_of(model(**family.arguments(model, batch)))
 
 
 @dataclass(frozen=True)
@@ -243,26 +244,14 @@ class LanguageModel(Objective):
     """
 
     def bind(self, model: nn.Module, batches: Sequence[Batch]) -> Loss:  # noqa: ARG002
-        """Summed cross-entropy over tokens."""
-        shifted = not bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        family = family_of(model)
+        """Summed cross-entropy over tokens; no other position has its words scored."""
 
         def loss(batch: Batch) -> Tensor:
-            labels = batch.inputs.get("labels")
-            if labels is None:
-                raise TaskferryError("a language model needs inputs['labels']: text_calibration(…, causal=True)")
-            # Causal models would compute a mean loss of their own from labels; a cache would keep memory.
-            given = family.arguments(model, batch)
-            inputs = {k: v for k, v in given.items() if not (shifted and k == "labels")}
-            scores = _logits(model(**inputs, use_cache=False))
-            if shifted:
-                scores, labels = scores[:, :-1], next_labels(batch.inputs)
-            return F.cross_entropy(
-                scores.flatten(0, 1).float() if scores.dtype.itemsize < 4 else scores.flatten(0, 1),
-                labels.flatten().to(scores.device),
-                ignore_index=IGNORED,
-                reduction="sum",
-            )
+            labels = expected(model, batch)
+            counted = labels != IGNORED
+            scores = logits_at(model, batch, counted)
+            wide = scores.float() if scores.dtype.itemsize < 4 else scores
+            return F.cross_entropy(wide, labels[counted].to(scores.device), reduction="sum")
 
         return loss
 
@@ -277,21 +266,10 @@ class ForwardOnly(Objective):
 
         def run(batch: Batch) -> Tensor:
             if is_language_model(model):
-                return _logits(model(**family.arguments(model, batch), use_cache=False)).sum()
+                return logits_of(model(**family.arguments(model, batch), use_cache=False)).sum()
             return family.features(model, batch).sum()
 
         return run
-
-
-def next_labels(inputs: Mapping[str, Tensor]) -> Tensor:
-    """[n, L − 1] what a causal model predicts at each position: padding in front of a text does not predict it."""
-    labels, mask = inputs["labels"][:, 1:], inputs.get("attention_mask")
-    return labels if mask is None else labels.masked_fill(mask[:, :-1].to(labels.device) == 0, IGNORED)
-
-
-def is_language_model(model: nn.Module) -> bool:
-    """Whether the model predicts tokens."""
-    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
 
 
 def default_objective(model: nn.Module, calibration: Calibration) -> Objective:
@@ -387,10 +365,3 @@ def _labels(batch: Batch) -> Tensor:
             "(teacher_labels)"
         )
     return batch.labels
-
-
-def _logits(output: Any) -> Tensor:
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if not isinstance(logits, Tensor):
-        raise TaskferryError(f"the model returns {type(output).__name__} without logits: pass your own objective")
-    return logits

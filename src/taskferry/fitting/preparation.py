@@ -23,6 +23,7 @@ from taskferry.calibration.samplers import choose
 from taskferry.checkpoints import Loaded, Tuned, load_model
 from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import device_of
+from taskferry.fitting.language import is_language_model, is_sequence_to_sequence
 from taskferry.fitting.objectives import (
     Classifier,
     CrossProbe,
@@ -32,7 +33,6 @@ from taskferry.fitting.objectives import (
     Objective,
     Prototypes,
     ZeroShot,
-    is_language_model,
     teacher_labels,
 )
 from taskferry.fitting.scale import moved_by
@@ -116,7 +116,7 @@ def language_kind(source: Loaded, target: Loaded) -> str | None:
     """ "causal" or "sequence" for two language models, None for encoders."""
     kinds = []
     for loaded in (source, target):
-        sequence = type(loaded.model).__name__.endswith("ForConditionalGeneration")
+        sequence = is_sequence_to_sequence(loaded.model)
         kinds.append(("sequence" if sequence else "causal") if is_language_model(loaded.model) else None)
     if kinds[0] != kinds[1]:
         raise TaskferryError(
@@ -224,7 +224,7 @@ def complete(model: torch.nn.Module, tokenizer: Any, prompts: Sequence[str], len
             **inputs, max_new_tokens=length, do_sample=False, pad_token_id=tokenizer.eos_token_id
         )
         text = tokenizer.decode(output[0], skip_special_tokens=True)
-        if not generator.config.is_encoder_decoder:
+        if not is_sequence_to_sequence(model):
             # Decoded as a whole: a piece on its own may lose the space before it.
             text = text[len(tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)) :]
         completions.append(text)

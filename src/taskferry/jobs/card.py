@@ -13,7 +13,13 @@ from taskferry.methods import methods
 def _method(record: Mapping[str, Any]) -> str:
     name = str(record["provenance"].get("method", ""))
     known = methods().get(name)
-    return name if known is None else f"{name}; {known.shown.card}"
+    if known is None:
+        return name
+    refined = record.get("refined", {})
+    if not refined.get("kept"):
+        return f"{name}; {known.shown.card}"
+    trained = f"then trained for {refined['kept']} steps towards the tuned source, without labels"
+    return f"{name}; {known.shown.card.removeprefix('nothing was trained: ')}; {trained}"
 
 
 def _shown(text: object) -> str:

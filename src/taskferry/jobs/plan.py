@@ -32,6 +32,7 @@ from taskferry.jobs.machine import Machine
 from taskferry.maths.sums import CrossCovariance
 from taskferry.methods import FOLDS, Cost, Job, Method
 from taskferry.sites.pairing import Pair
+from taskferry.training.refinement import STAGE, Refinement
 
 TRIAL = 1.5  # seconds that a trial may take, roughly
 
@@ -47,7 +48,13 @@ class _Trial:
     graph: list[int] = field(default_factory=lambda: [0, 0])  # bytes that autograd keeps, of each model
 
 
-def plan_job(job: Job, method: Method, own: Mapping[str, Any], scale: float | str | None = None) -> Plan:
+def plan_job(
+    job: Job,
+    method: Method,
+    own: Mapping[str, Any],
+    scale: float | str | None = None,
+    refinement: Refinement | None = None,
+) -> Plan:
     """What a method will take on a job; `scale` is None where none is looked at."""
     cost = method.cost(job, own)
     looked_at = EVALUATIONS if scale == "auto" and cost.evaluations == 0 else 2 if scale is not None else 0
@@ -56,11 +63,12 @@ def plan_job(job: Job, method: Method, own: Mapping[str, Any], scale: float | st
     left_out = {} if job.every_site else unchanged(job.pair.pairs, job.tau.deltas.keys())
     if isinstance(job.pair, BlockPair):
         return plan_blocks(job.pair, job.pair.wanted(left_out), cost)
-    return plan_whole(job.pair, job.pair.wanted(left_out), cost)
+    trained = 0.0 if refinement is None else refinement.passes(job.pair.calibration, job.pair.objectives)
+    return plan_whole(job.pair, job.pair.wanted(left_out), cost, trained)
 
 
-def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost) -> Plan:
-    """From sizes, a trial and a second of measurement."""
+def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost, trained: float = 0.0) -> Plan:
+    """From sizes, a trial and a second of measurement; `trained` are passes of the target over its samples."""
     source, target = pair.source, pair.target
     machine = Machine.of(device_of(target).type)
     trial = _trial(source, target, pairs, pair.calibration)
@@ -90,6 +98,7 @@ def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost) -> Plan:
             "apply": (cost.rough + versions) * moving / machine.product,
             "hash": weights / machine.hashing,
             "scale": cost.evaluations * 0.25 * passes,  # a forward pass of the target: half of its half
+            STAGE: trained * 0.75 * passes,  # forward, and back to both inputs and weights
         },
     )
 

@@ -15,6 +15,7 @@ from taskferry.jobs.card import write_card
 from taskferry.jobs.cost import Plan
 from taskferry.settings import Settings, dump_settings
 from taskferry.taskvector import TaskVector
+from taskferry.training.refinement import Refined
 from taskferry.version import __version__
 
 RECORD = "taskferry.json"
@@ -55,8 +56,8 @@ class Outcome:
         return panel(title, facts, ("coverage",), rows[:ROWS], len(rows) - len(rows[:ROWS]))
 
 
-def verdict(curve: ScaleCurve, moved: TaskVector) -> dict[str, Any]:
-    """What moved, at which scale, and what the loss says."""
+def verdict(curve: ScaleCurve, moved: TaskVector, refined: Refined | None = None) -> dict[str, Any]:
+    """What moved, at which scale, what the loss says, and what a refinement did."""
     before, after = curve.loss(0.0), curve.loss(curve.best)
     count = len(moved.coverage.moved()) if moved.coverage else len(moved)
     total = len(moved.coverage.rows) if moved.coverage else len(moved)
@@ -65,6 +66,8 @@ def verdict(curve: ScaleCurve, moved: TaskVector) -> dict[str, Any]:
             f"No scale up to {curve.points[-1][0]:g} lowers the calibration loss of the target ({before:.4g}): "
             "the verdict is scale 0, nothing was written."
         )
+        if refined is not None and refined.kept:
+            sentence = f"The move itself does not lower the calibration loss ({before:.4g})."
     else:
         change = "down" if after < before else "UP"
         on = " on samples that did not make the maps" if curve.folds else ""
@@ -74,6 +77,8 @@ def verdict(curve: ScaleCurve, moved: TaskVector) -> dict[str, Any]:
         )
         if curve.doubtful:
             sentence += " One part of the samples says the opposite: with so few it is uncertain, evaluate it."
+    if refined is not None:
+        sentence = f"{sentence} {refined.sentence}"
     return {
         "sentence": sentence,
         "scale": curve.best,

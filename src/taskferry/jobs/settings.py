@@ -10,6 +10,7 @@ from taskferry.engines.ranks import started_by_torchrun
 from taskferry.errors import TaskferryError
 from taskferry.methods import Method, find, published
 from taskferry.settings import CalibrationSettings, MapSettings, OutputSettings, Scale, Writing, parse
+from taskferry.training.refinement import Refinement
 
 DEFAULT_METHOD = "twofold"
 _SHARED = ("map_rank", "tolerance")  # settings of the command that a method may have too
@@ -82,6 +83,17 @@ class TransferSettings(MethodSettings, OutputSettings, Writing):
     engine: Literal["whole", "blockwise"] = Field(
         "whole", description="whole models in memory, or one block of each at a time (models larger than memory)"
     )
+    refine: int = Field(
+        0,
+        ge=0,
+        description="training steps after the move, towards the tuned source, without labels; 0: none",
+    )
+    refine_rate: float | None = Field(
+        None, gt=0, description="their learning rate; by the width of the layers unless given"
+    )
+    refine_labels: float = Field(
+        0.0, ge=0, le=1, description="share of their loss that the data's own labels or completions get"
+    )
     paper: bool = Field(False, description="the paper to the letter: BiCo, maps of full rank, scale 1")
 
     @model_validator(mode="before")
@@ -98,8 +110,23 @@ class TransferSettings(MethodSettings, OutputSettings, Writing):
         return {**given, **fixed}
 
     @property
+    def refinement(self) -> Refinement | None:
+        """How what was moved is refined, where that is asked for."""
+        given = {"learning_rate": self.refine_rate, "labels": self.refine_labels}
+        if not self.refine:
+            asked = [name for name in ("refine_rate", "refine_labels") if getattr(self, name)]
+            if asked:
+                raise TaskferryError(f"{asked[0]} is of a refinement: give --refine STEPS beside it, or leave it out")
+            return None
+        return Refinement(steps=self.refine, seed=self.seed, **given)
+
+    @property
     def engine_name(self) -> str:
         """Where the pair of models will live."""
+        if self.refine and (self.engine != "whole" or started_by_torchrun()):
+            raise TaskferryError(
+                "refining trains the target whole in one process: leave --refine out, or blockwise and torchrun"
+            )
         if self.engine == "whole":
             return super().engine_name
         if started_by_torchrun():

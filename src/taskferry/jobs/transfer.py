@@ -20,13 +20,15 @@ from taskferry.jobs.spectrum import before_and_after
 from taskferry.jobs.timing import Timing
 from taskferry.methods import Job, Moved, find
 from taskferry.taskvector import LazyDeltas, TaskVector
+from taskferry.training.refinement import STAGE, Refined, Refinement
+from taskferry.training.refinement import refine as refine_change
 
 
 def transfer(
     settings: TransferSettings, *, command: str, reporter: Reporter | None = None, dry_run: bool = False
 ) -> Outcome | None:
     """Fit, move, choose the scale, write, load again and check. None for a dry run."""
-    method, own = settings.chosen()
+    (method, own), refinement = settings.chosen(), settings.refinement
     method.refuse(settings.engine_name)
     check_free(settings.out)
     timing = Timing(reporter or Reporter())
@@ -36,7 +38,8 @@ def transfer(
         if settings.scale == "auto" and method.needs.maps:
             job = job.in_folds()
         if (dry_run or timing.wants_plan) and models.first:
-            timing.plan(plan_job(job, method, own, scale=settings.scale), _plan_lines(settings, models, kind))
+            plan = plan_job(job, method, own, scale=settings.scale, refinement=refinement)
+            timing.plan(plan, _plan_lines(settings, models, kind))
         if dry_run:
             return None
         timing.ends("prepare")
@@ -50,6 +53,10 @@ def transfer(
         final, cut = in_form(settings, kind, moved.tau)
         judged = tuple(in_form(settings, kind, each)[0] for each in moved.without) or (final,)
         curve, factor = scaled(settings, job, moved, final, judged)
+        written, refined = (factor if curve.helps else 0.0) * final, None
+        if refinement is not None:
+            refined = refine(job, written, refinement)
+            written = refined.tau
         spectrum = {} if isinstance(final.deltas, LazyDeltas) else before_and_after(models.tuned.tau, moved.tau)
         timing.ends("record")
         record = make_record(
@@ -57,7 +64,7 @@ def transfer(
             settings,
             models.inputs.hashes(),
             final,
-            verdict=verdict(curve, final),
+            verdict=verdict(curve, final, refined),
             provenance=moved.provenance,
             sites=moved.sites,
             ignored=models.tuned.ignored,
@@ -70,10 +77,12 @@ def transfer(
             spectrum=spectrum,
             work=timing.work(),
             **cut,
+            **({} if refined is None else {"refined": refined.record()}),
         )
-        if not curve.helps or not models.first:
+        helps = curve.helps or (refined is not None and refined.kept > 0)
+        if not helps or not models.first:
             return Outcome(record, None)
-        write_output(settings, kind, factor * final, models.target, models.tuned.adapter, record, models.inputs, timing)
+        write_output(settings, kind, written, models.target, models.tuned.adapter, record, models.inputs, timing)
         return Outcome(record, settings.out)
 
 
@@ -99,6 +108,13 @@ def scaled(
     return replace(curve, points=tuple(sorted(points.items())), best=best if after < before else 0.0), 1.0
 
 
+def refine(job: Job, start: TaskVector, settings: Refinement) -> Refined:
+    """The change trained on; its checkpoints stand beside the output until that is written."""
+    work = job.pair.work
+    folder = None if work.resume is None else work.resume / STAGE
+    return refine_change(job.pair, job.tau, start, settings, folder=folder, progress=work.progress)
+
+
 def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[str, str]:
     tuned, prepared = models.tuned, models.prepared
     lines = {
@@ -115,6 +131,7 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
         "labels": prepared.labels,
         "method": " ".join([settings.method, *(f"{k}={v}" for k, v in settings.method_settings.items())]),
         **({"effort": settings.effort} if find(settings.method).efforts else {}),
+        **({"refine": f"{settings.refine} training steps towards the tuned source"} if settings.refine else {}),
         "engine": models.pair.engine,
         "objective": prepared.objectives[1].describe(),
         "scale": "chosen on the samples" if settings.scale == "auto" else f"{settings.scale:g}",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice, repeat
 from typing import Annotated, Literal
 
 import torch
@@ -16,6 +18,7 @@ from taskferry.fitting.objectives import Classifier, Objective
 from taskferry.fitting.scale import calibration_loss, moved_by
 from taskferry.methods import CannotMove, Job, Moved, Needs, Shown, TableRow, method, run
 from taskferry.taskvector import TaskVector
+from taskferry.training.finetuning import FineTuning, descend
 
 CANDIDATES = (1, 2, 5, 10, 20, 40)
 
@@ -53,7 +56,8 @@ def few_shot(
         try:
             if steps == "auto":
                 steps = best_steps(job.target, objective, batches, begin, learning_rate, folds)
-            train(job.target, loss, batches, steps, learning_rate)
+            with training(job.target, loss, batches, learning_rate) as train:
+                train(steps)
             after = {name: p.detach().clone() for name, p in job.target.named_parameters()}
         finally:
             restore(job.target, begin)
@@ -93,15 +97,15 @@ def best_steps(
         loss = objective.bind(model, rest)
         samples = sum(len(batch) for batch in held_out)
         done, risen, before = 0, 0, float("inf")
-        optimiser = None
-        for count in list(totals):
-            optimiser = train(model, loss, rest, count - done, learning_rate, optimiser)
-            found = samples * calibration_loss(model, loss, held_out)
-            totals[count] += found
-            done, risen, before = count, risen + 1 if found > before else 0, found
-            if fold == 0 and risen == 2:
-                totals = {known: total for known, total in totals.items() if known <= count}
-                break
+        with training(model, loss, rest, learning_rate) as train:
+            for count in list(totals):
+                train(count - done)
+                found = samples * calibration_loss(model, loss, held_out)
+                totals[count] += found
+                done, risen, before = count, risen + 1 if found > before else 0, found
+                if fold == 0 and risen == 2:
+                    totals = {known: total for known, total in totals.items() if known <= count}
+                    break
         restore(model, begin)
     return min(totals, key=lambda count: (totals[count], count))
 
@@ -134,33 +138,29 @@ def _cut(batches: Sequence[Batch], wanted: Sequence[bool]) -> list[Batch]:
     return parts
 
 
-def train(
-    model: nn.Module,
-    loss: Loss,
-    batches: Sequence[Batch],
-    steps: int,
-    learning_rate: float,
-    optimiser: torch.optim.Optimizer | None = None,
-) -> torch.optim.Optimizer:
-    """Full-batch AdamW on the mean loss a sample, in eval mode."""
+@contextmanager
+def training(
+    model: nn.Module, loss: Loss, batches: Sequence[Batch], learning_rate: float
+) -> Iterator[Callable[[int], None]]:
+    """Full-batch AdamW on the mean loss a sample, in eval mode: the function trains for so many steps more."""
     # Dropout would make the chosen steps and the result depend on chance, and running means are no parameters: a task
     # vector could not carry them, and the target would not be left as it was. The same samples in other micro-batches
     # give the same result in eval mode alone. The vision transformers of the paper's tables have neither.
     before = [parameter.requires_grad for parameter in model.parameters()]
-    samples, device = sum(len(batch) for batch in batches), device_of(model)
-    optimiser = optimiser or torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.1)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.1)
+    steps = descend(loss, repeat(batches), optimiser, lambda _: 1.0, device_of(model), FineTuning())
+
+    def train(count: int) -> None:
+        for _ in islice(steps, count):
+            pass
+
     try:
-        with evaluating(model.requires_grad_(True)), torch.enable_grad():
-            for _ in range(steps):
-                optimiser.zero_grad()
-                for batch in batches:
-                    (loss(batch.to(device)) / samples).backward()  # type: ignore[no-untyped-call]
-                optimiser.step()
+        with evaluating(model.requires_grad_(True)):
+            yield train
     finally:
         optimiser.zero_grad()
         for parameter, flag in zip(model.parameters(), before, strict=True):
             parameter.requires_grad_(flag)
-    return optimiser
 
 
 @torch.no_grad()

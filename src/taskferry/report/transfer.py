@@ -162,6 +162,8 @@ def _curves(record: Record) -> list[Section]:
     points = [(float(s), float(v)) for s, v in record.get("scale_curve", [])]
     if len(points) > 2:
         found.append(_scale_figure(points, float(record["verdict"]["scale"])))
+    if record.get("refined"):
+        found.append(_refinement_figure(record["refined"]))
     if record.get("sites"):
         figure = _similarity_figure(record["sites"])
         if figure is not None:
@@ -184,6 +186,23 @@ def _scale_figure(points: Sequence[tuple[float, float]], chosen: float) -> Figur
     alt += f"the chosen scale is {chosen:.4g}."
     caption = "The loss on the calibration samples at each scale that was tried; the ring is the one taken."
     return Figure(draw, caption, alt, table)
+
+
+def _refinement_figure(refined: Record) -> Figure:
+    looks = [(int(step), float(loss)) for step, loss in refined["looks"]]
+    steps, losses = [step for step, _ in looks], [loss for _, loss in looks]
+    curve = figures.Line("samples kept aside", steps, losses, marked=steps.index(int(refined["kept"])))
+    draw = partial(
+        figures.lines, [curve], x="training step", y=f"loss {refined['unit']}", level=(losses[0], "as it was moved")
+    )
+    rows: list[list[Cell]] = [[Number(step, str(step)), number(loss)] for step, loss in looks]
+    return Figure(
+        draw,
+        f"Refinement: the loss to the tuned source on {refined['held_out']} samples kept aside; the ring is the step "
+        "that was taken.",
+        str(refined["sentence"]),
+        Table("Looks at the samples kept aside", ["step", "loss"], rows, 0),
+    )
 
 
 def _similarity_figure(sites: Sequence[Record]) -> Figure | None:

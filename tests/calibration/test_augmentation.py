@@ -1,18 +1,13 @@
-"""Copies of images that both models see alike, and a target that is brought to the tuned source's outputs."""
+"""Augmented views of images, which both models see alike."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from taskferry import Batch, Calibration, TaskVector
+from taskferry import Batch, Calibration
 from taskferry.calibration.augmentation import Views, warp
-from taskferry.fitting.objectives import Classifier
-from taskferry.fitting.scale import moved_by
-from taskferry.methods import CannotMove, Job, run
-from tests.helpers.tiny import job, rebuilt
 
 
 def smooth(n: int, size: int, seed: int = 0) -> Tensor:
@@ -73,50 +68,3 @@ def test_texts_have_no_copies_and_keep_their_padding() -> None:
     inputs = views.pair([1, 2])[0].inputs
     assert inputs["input_ids"].tolist() == [[3, 3, 3, 0, 0], [5] * 5]
     assert inputs["attention_mask"].sum(1).tolist() == [3, 5]
-
-
-def distance_to_teacher(given: Job, tau: TaskVector) -> float:
-    """Mean cross-entropy of the target's answers against the tuned source's, on the samples."""
-    heads = given.pair.objectives
-    answers = []
-    for model, change, side, head in (
-        (given.source, given.tau, 0, heads[0]),
-        (given.target, tau, 1, heads[1]),
-    ):
-        assert isinstance(head, Classifier)
-        with moved_by(model, change) as set_scale, torch.no_grad():
-            set_scale(1.0)
-            logits = head.logits(model, given.calibration.side(side))
-            answers.append(torch.cat([logits(batch) for batch in given.calibration.side(side)]))
-    return float(F.cross_entropy(answers[1], answers[0].softmax(-1)))
-
-
-def test_the_target_answers_more_as_the_tuned_source_does() -> None:
-    given = job("vit", (16, 2), (24, 3))
-    before = distance_to_teacher(given, TaskVector({}))
-    moved = distance_to_teacher(given, run("bico", given).tau)
-    after = distance_to_teacher(given, run("distil", given, steps=60, learning_rate=1e-2, views=2).tau)
-    own = distance_to_teacher(rebuilt(given, target=given.source), given.tau)  # the entropy: no less is possible
-    assert after - own < 0.5 * (min(before, moved) - own)
-
-
-def test_labels_do_not_matter_from_a_cold_start() -> None:
-    given = job("bert-classifier")
-    wrong = rebuilt(given, calibration=given.calibration.with_labels(torch.zeros(24, dtype=torch.long)))
-    first, second = (run("distil", j, steps=3, start="target").tau for j in (given, wrong))
-    assert all(torch.equal(delta, second.deltas[name]) for name, delta in first.deltas.items())
-
-
-def test_only_linear_layers_learn_and_the_rest_has_its_reason() -> None:
-    given = job("vit")
-    moved = run("distil", given, steps=2, views=0).tau
-    assert moved.coverage is not None
-    kept = {row.parameter: row.reason for row in moved.coverage if row.status == "kept"}
-    assert any("layernorm" in name.lower() for name in kept)
-    assert set(kept.values()) <= {"not a linear layer", "no gradient reaches it"}
-    assert all(p.requires_grad for p in given.target.parameters())
-
-
-def test_language_models_are_refused_with_a_reason() -> None:
-    with pytest.raises(CannotMove, match="score classes"):
-        run("distil", job("llama"))

@@ -1,0 +1,78 @@
+"""What a language model is asked for: which positions predict a token that counts, and their scores alone.
+
+>>> counted = expected(model, batch) != IGNORED            # [n, L]
+>>> logits_at(model, batch, counted)                       # [counted.sum(), words]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from taskferry.calibration.batch import IGNORED, Batch
+from taskferry.errors import TaskferryError
+from taskferry.sites import family_of
+
+
+def is_language_model(model: nn.Module) -> bool:
+    """Whether the model predicts tokens."""
+    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+
+
+def is_sequence_to_sequence(model: nn.Module) -> bool:
+    """Whether an encoder reads and a decoder answers."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def expected(model: nn.Module, batch: Batch) -> Tensor:
+    """[n, L] the token that each position is to predict; IGNORED where none counts.
+
+    A causal model predicts label t + 1 at position t, an encoder-decoder label t. Padding in front of a text does not
+    predict it.
+    """
+    labels = batch.inputs.get("labels")
+    if labels is None:
+        raise TaskferryError("a language model needs inputs['labels']: text_calibration(…, causal=True)")
+    if is_sequence_to_sequence(model):
+        return labels
+    mask = batch.inputs.get("attention_mask")
+    following = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], 1)
+    return following if mask is None else following.masked_fill(mask.to(labels.device) == 0, IGNORED)
+
+
+def logits_at(model: nn.Module, batch: Batch, where: Tensor) -> Tensor:
+    """[m, words] the scores of the words at the positions of `where` [n, L], in the order of a mask.
+
+    The last layer of a language model has a row for each word, many more than the model is wide: it is given the
+    positions that are asked for, and no others.
+    """
+    given = dict(family_of(model).arguments(model, batch))
+    output: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if not is_sequence_to_sequence(model):
+        given.pop("labels", None)  # causal models would compute a mean loss of their own from them
+    else:
+        output = None  # a decoder reads its labels, and computes that loss from every position; its answers all count
+    if not isinstance(output, nn.Module):
+        scores = logits_of(model(**given, use_cache=False))  # a cache would keep memory
+        return scores[where.to(scores.device)]
+
+    def choose(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *rest = inputs
+        return (hidden[where.to(hidden.device)], *rest) if hidden.shape[:2] == where.shape else inputs
+
+    handle = output.register_forward_pre_hook(choose)
+    try:
+        scores = logits_of(model(**given, use_cache=False))
+    finally:
+        handle.remove()
+    return scores if scores.ndim == 2 else scores[where.to(scores.device)]
+
+
+def logits_of(output: Any) -> Tensor:
+    """Of what a model returns."""
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise TaskferryError(f"the model returns {type(output).__name__} without logits: pass your own objective")
+    return logits

@@ -1,0 +1,44 @@
+"""No move at all: the target as it is, in the form of the source's change. Where training from scratch begins."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import torch
+
+from taskferry.coverage import Coverage, Row
+from taskferry.fitting.scale import ScaleCurve
+from taskferry.methods import Job, Moved, Needs, Shown, method
+from taskferry.taskvector import Delta, LowRank, TaskVector
+
+
+@method(needs=Needs(samples=False, whole=True), shown=Shown(9, "nothing was moved: the start of a training"))
+def cold(job: Job, *, seed: Annotated[int, "of the first factors of a new LoRA"] = 0) -> Moved:
+    """Nothing moves: a change of zero wherever the source has one, to refine from (`--refine`)."""
+    changed, deltas = job.tau.deltas, dict[str, Delta]()
+    generator = torch.Generator().manual_seed(seed)
+    parameters = dict(job.target.named_parameters())
+    for pair in job.pair.pairs:
+        for mine, theirs in ((pair.source.weight, pair.target.weight), (pair.source.bias, pair.target.bias)):
+            if mine is None or theirs is None or mine not in changed or theirs in deltas:
+                continue
+            value, delta = parameters[theirs].detach(), changed[mine]
+            if isinstance(delta, LowRank):
+                deltas[theirs] = _new(value, delta.rank, pair.target.transposed, generator)
+            else:
+                deltas[theirs] = torch.zeros_like(value)
+    rows = tuple(
+        Row(name, tuple(p.shape), "moved" if name in deltas else "kept", "" if name in deltas else "nothing moves")
+        for name, p in parameters.items()
+    )
+    untouched = job.losses([TaskVector({})], [0.0])[0]
+    return Moved(TaskVector(deltas, Coverage(rows)), curve=ScaleCurve(((0.0, untouched),), 0.0))
+
+
+def _new(weight: torch.Tensor, rank: int, transposed: bool, generator: torch.Generator) -> LowRank:
+    """B = 0 and A uniform, as PEFT starts a LoRA."""
+    out, into = weight.shape if not transposed else weight.T.shape
+    A = (2 * torch.rand(rank, into, generator=generator) - 1) / math.sqrt(into)
+    change = LowRank(torch.zeros(out, rank), A.to(torch.float32))
+    return change.T if transposed else change

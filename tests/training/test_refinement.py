@@ -1,0 +1,194 @@
+"""What was moved learns on, in its form: LoRA by its factors, the rest by its weights; judged on samples kept aside."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from taskferry import LowRank, TaskferryError, TaskVector
+from taskferry.fitting.scale import moved_by
+from taskferry.jobs.record import Reporter
+from taskferry.jobs.settings import TransferSettings
+from taskferry.jobs.transfer import transfer
+from taskferry.methods import Job, run
+from taskferry.sites.discovery import find_sites
+from taskferry.taskvector import as_dense
+from taskferry.training.refinement import Refinement, refine
+from taskferry.training.students import learning
+from tests.helpers import folders
+from tests.helpers.command import taskferry
+from tests.helpers.tiny import job, rebuilt
+
+
+def low_rank(model: nn.Module, rank: int = 2, size: float = 0.1) -> TaskVector:
+    generator = torch.Generator().manual_seed(3)
+    deltas = {}
+    for site in find_sites(model):
+        weight = model.get_parameter(site.weight)
+        if site.fixed is None and site.weight not in deltas and weight.ndim == 2:
+            rows, columns = weight.shape
+            left = size * torch.randn(rows, rank, generator=generator)
+            deltas[site.weight] = LowRank(left, torch.randn(rank, columns, generator=generator))
+    return TaskVector(deltas)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert-classifier", "t5"])
+@pytest.mark.parametrize("form", ["lora", "dense"])
+def test_a_student_stands_at_the_change_and_leaves_no_trace(name: str, form: str) -> None:
+    given = job(name)
+    target, batch = given.target, next(iter(given.calibration))[1]
+    start = low_rank(target) if form == "lora" else low_rank(target).dense()
+    before, flags = copy.deepcopy(target.state_dict()), [p.requires_grad for p in target.parameters()]
+    with moved_by(target, start) as set_scale, torch.no_grad():
+        set_scale(1.0)
+        meant = target(**batch.inputs)[1 if "labels" in batch.inputs else 0]
+    with learning(target, start) as result:
+        found = target(**batch.inputs)[1 if "labels" in batch.inputs else 0]
+        assert torch.allclose(found.double(), meant.double(), atol=1e-4)
+        learns = [p for p in target.parameters() if p.requires_grad]
+        assert sum(p.numel() for p in learns) == sum(
+            d.left.numel() + d.right.numel() if isinstance(d, LowRank) else d.numel() for d in start.deltas.values()
+        )
+        same = result()
+        with torch.no_grad():
+            for parameter in learns:
+                parameter.mul_(1.5)
+        other = result()
+    for change, again in zip(start.deltas.values(), same.deltas.values(), strict=True):
+        assert type(change) is type(again)
+        assert torch.allclose(*(as_dense(d).double() for d in (change, again)), atol=1e-6)
+    assert all(d.rank == 2 for d in other.deltas.values() if isinstance(d, LowRank))
+    assert other.norm() > 1.2 * start.norm()
+    assert all(torch.equal(value, before[key]) for key, value in target.state_dict().items())
+    assert list(target.state_dict()) == list(before)
+    assert [p.requires_grad for p in target.parameters()] == flags
+
+
+def with_low_rank(given: Job) -> Job:
+    return rebuilt(given, tau=low_rank(given.source))
+
+
+@pytest.mark.parametrize("name", ["llama", "bert-classifier", "bert", "vit", "t5"])
+@pytest.mark.parametrize("form", ["lora", "dense"])
+def test_refining_lowers_the_loss_on_samples_kept_aside(name: str, form: str) -> None:
+    given = job(name, (16, 2), (24, 3))
+    given = with_low_rank(given) if form == "lora" else given
+    start = run("cold", given).tau
+    refined = refine(given.pair, given.tau, start, Refinement(steps=12, learning_rate=5e-3, views=1))
+    losses = dict(refined.looks)
+    assert refined.kept > 0
+    assert losses[refined.kept] < losses[0]
+    assert refined.samples == 5
+    assert set(refined.tau.deltas) == set(start.deltas)
+    if form == "lora":
+        assert refined.tau.low_rank
+        assert {d.rank for d in refined.tau.deltas.values() if isinstance(d, LowRank)} == {2}
+
+
+def test_a_refinement_that_only_harms_is_dropped() -> None:
+    """A target that is the tuned source already has nothing to learn: every step leads away."""
+    given = with_low_rank(job("llama"))
+    same, start = rebuilt(given, target=given.source), given.tau
+    refined = refine(same.pair, given.tau, start, Refinement(steps=6, learning_rate=0.1))
+    assert refined.kept == 0
+    assert refined.tau is start
+    assert "was dropped" in refined.sentence
+
+
+def test_one_sample_cannot_be_refined_on() -> None:
+    given = job("llama", micro_batch=1)
+    alone = rebuilt(given, calibration=type(given.calibration)(list(given.calibration)[:1]))
+    with pytest.raises(TaskferryError, match="two samples"):
+        refine(alone.pair, given.tau, run("cold", given).tau, Refinement(steps=1))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("pair")
+    A = folders.causal(folder / "a", "LlamaForCausalLM", 16, 2, 1)
+    B = folders.causal(folder / "b", "Qwen2ForCausalLM", 24, 3, 2, kind="bytes")
+    modules = ["q_proj", "v_proj", "down_proj"]
+    return {
+        "source_base": A,
+        "source_tuned": folders.lora(A, folder / "lora", modules, r=3, lora_alpha=6, use_rslora=True),
+        "target_base": B,
+        "calibration": folders.texts(folder / "data.jsonl", labels=False),
+    }
+
+
+def words(pair: dict[str, Any]) -> list[str]:
+    return [word for name, value in pair.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def test_a_lora_stays_a_lora_of_its_rank_that_peft_loads(pair: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    taskferry("transfer", *words(pair), "--samples", 12, "--scale", 1, "--refine", 4, "--refine-rate", 0.01,
+              "--out", out)  # fmt: skip
+    record = json.loads((out / "taskferry.json").read_text())
+    assert record["refined"]["kept"] > 0
+    assert record["refined"]["teacher"] == "tokens"
+    assert "Refined for" in record["verdict"]["sentence"]
+    assert "Refined for" in (out / "README.md").read_text()
+    import transformers
+
+    model = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(pair["target_base"]), out)
+    ranks = {p.shape[0] for n, p in model.named_parameters() if "lora_A" in n}
+    assert ranks == {3}
+    assert json.loads((out / "adapter_config.json").read_text())["r"] == 3
+    plain = tmp_path / "plain"
+    taskferry("transfer", *words(pair), "--samples", 12, "--scale", 1, "--out", plain)
+    mine, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (out, plain))
+    assert mine.keys() == theirs.keys()
+    assert any(not torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+class Killed(Reporter):
+    """Ends the job at a step of the refinement."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def step(self, what: str, done: int, total: int) -> None:
+        if what == "refine" and done == self.at:
+            raise KeyboardInterrupt
+
+
+def test_a_killed_refinement_resumes_to_the_same_bytes(pair: dict[str, Any], tmp_path: Path) -> None:
+    def settings(out: str) -> TransferSettings:
+        given = {name: str(value) for name, value in pair.items()}
+        return TransferSettings(**given, samples=12, scale=1, refine=20, refine_rate=0.01, out=tmp_path / out)
+
+    transfer(settings("whole"), command="")
+    with pytest.raises(KeyboardInterrupt):
+        transfer(settings("half"), command="", reporter=Killed(11))
+    assert not (tmp_path / "half").exists()
+    seen: list[int] = []
+
+    class Seen(Reporter):
+        def step(self, what: str, done: int, total: int) -> None:
+            if what == "refine":
+                seen.append(done)
+
+    transfer(settings("half"), command="", reporter=Seen())
+    assert seen[0] == 11
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "half" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_settings_of_a_refinement_need_one(pair: dict[str, Any], tmp_path: Path) -> None:
+    out = ["--out", tmp_path / "out"]
+    assert "--refine STEPS" in taskferry("transfer", *words(pair), *out, "--refine-rate", 0.1, code=2).err
+    refused = taskferry("transfer", *words(pair), *out, "--refine", 3, "--engine", "blockwise", code=2).err
+    assert "whole in one process" in refused
+    plan = taskferry("transfer", *words(pair), *out, "--refine", 3, "--dry-run", "--json")
+    found = json.loads(plan.out)["plan"]
+    assert found["stages"]["refine"] > 0
+    assert "3 training steps" in found["refine"]
