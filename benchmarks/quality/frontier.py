@@ -1,12 +1,14 @@
 """Quality against cost: every way to bring a fine-tune to another base, by what it recovers and what it takes.
 
     python benchmarks/quality/frontier.py [--quick] [--json benchmarks/results/frontier.json] [--tasks NAME …]
-        [--pairs A:B …] [--counts N …] [--seeds N] [--ways moved|trained|all] [--text | --example]
+        [--pairs A:B …] [--counts N …] [--seeds N] [--ways moved|few-shot|refined|all] [--steps N …]
+        [--text | --example]
 
 Each way is run alone, in one thread, on one pair, task and draw: its CPU-seconds are those of its own process time, its
 passes are counted where the towers run (a forward with a backward is one, a forward alone a third, over the calibration
-samples). Ways that train are what a user would do instead: few-shot tuning with the true labels, distillation from the
-tuned source without any. A run goes on where an earlier one stopped, and makes again what other code made.
+samples). Ways that train are what a user would do instead: few-shot tuning with the true labels, and refining towards
+the tuned source without any, from nothing and from what was moved. A run goes on where an earlier one stopped, and
+makes again what other code made.
 
 Bounds: the default takes at most 2.5 times the CPU-seconds of BiCo with an automatic scale; no way that chooses its
 scale is below the target by more than a point on a pair and task, in the mean over the draws, at any number of samples.
@@ -49,7 +51,13 @@ PAIRS = (("narrow", "twin"), ("wide", "narrow"), ("narrow", "wide"), ("twin", "d
 TASKS = ("letters", "cifar10", "occluded", "case")
 TEXTS = ("trec", "snli")
 COUNTS = (10, 30, 100)
-STEPS = (1, 10, 30, 100)
+STEPS = (10, 30, 100, 300)
+STARTS = {
+    "refined, no move": "cold",
+    "refined from BiCo": "bico",
+    "refined from the default": "twofold",
+}
+SCRATCH = "trained in its form, labels"  # a LoRA of the same rank, or the weights that would have moved
 WORST = -1.0  # points
 MODELS = {model for pair in PAIRS for model in pair}
 ZOO, NEW, TEXT = "zoo", "zoo, new tasks and a new pair", "real encoders of texts"
@@ -70,8 +78,10 @@ class Way:
     line: str = ""
 
     @property
-    def trains(self) -> bool:
-        return self.row.method.needs.training
+    def kind(self) -> str:
+        if not self.row.method.needs.training:
+            return "moved"
+        return "refined" if self.method == "distil" else "few-shot"
 
     @property
     def row(self) -> RowKind:
@@ -94,19 +104,20 @@ WAYS: dict[str, Way] = {
     "effort fast, no labels": Way("twofold", FAST, auto=True, teacher=True),
     "effort standard, no labels": Way("twofold", auto=True, teacher=True),
     "effort thorough, no labels": Way("twofold", THOROUGH, auto=True, teacher=True),
-    **{f"few-shot, {n} steps": Way("few-shot", {"steps": n}, line="few-shot tuning, labels") for n in STEPS},
+    **{f"few-shot, {n} steps": Way("few-shot", {"steps": n}, line="few-shot tuning, labels") for n in (1, *STEPS)},
     **{
         f"few-shot from BiCo, {n} steps": Way(
             "few-shot", {"steps": n, "start": "bico"}, line="few-shot tuning from BiCo, labels"
         )
+        for n in (1, *STEPS)
+    },
+    **{
+        f"{line}, {n} steps": Way("distil", {"steps": n, "start": start}, line=line)
+        for line, start in STARTS.items()
         for n in STEPS
     },
     **{
-        f"distil, {n} steps": Way("distil", {"steps": n, "start": "cold"}, line="distillation, no labels")
-        for n in STEPS
-    },
-    **{
-        f"distil from BiCo, {n} steps": Way("distil", {"steps": n}, line="distillation from BiCo, no labels")
+        f"{SCRATCH}, {n} steps": Way("distil", {"steps": n, "start": "cold", "labels": 1.0, "views": 0}, line=SCRATCH)
         for n in STEPS
     },
 }
@@ -266,13 +277,36 @@ def table(cells: dict[str, Any]) -> str:
         for name in WAYS:
             found = summed(some, name, count)
             if found is not None:
-                share = common.mean_spread([100 * s for s in found.share], 0)
+                share = _share(found)
                 passes = " / ".join(f"{p:.1f}" for p in found.passes)
                 rows.append([kind, str(count), name, str(found.cells), f"{share} %", f"{found.least:+.2f}",
                              f"{found.cpu:.1f}", passes])  # fmt: skip
     header = ["", "N", "way", "cells", "share of the oracle's gain", "least gain of a pair and task, points",
               "CPU-seconds", "passes, source / target"]  # fmt: skip
     return common.table(header, rows)
+
+
+def refine_table(cells: dict[str, Any]) -> str:
+    """Share against steps: what a move saves of a training."""
+    rows = []
+    for kind, count, some in grouped(cells):
+        for line, start in {**STARTS, SCRATCH: ""}.items():
+            found = [summed(some, f"{line}, {n} steps", count) for n in STEPS]
+            if any(found):
+                moved = {"bico": BESIDE, "twofold": STANDARD}.get(start)
+                first = summed(some, moved, count) if moved else None
+                before = "0 %" if moved is None else "" if first is None else f"{_share(first)} %"
+                rows.append([kind, str(count), line, before, *("" if f is None else f"{_share(f)} %" for f in found)])
+    return common.table(["", "N", "way", "0 steps", *(f"{n} steps" for n in STEPS)], rows)
+
+
+def is_refined(cell: dict[str, Any]) -> bool:
+    """Whether some way of a cell was refined."""
+    return any(WAYS[name].kind == "refined" for name in cell.get("ways", {}) if name in WAYS)
+
+
+def _share(found: Found) -> str:
+    return common.mean_spread([100 * s for s in found.share], 0)
 
 
 def draw(cells: dict[str, Any], count: int) -> str:
@@ -297,19 +331,24 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", type=lambda pair: tuple(pair.split(":")), default=PAIRS, metavar="A:B")
     parser.add_argument("--counts", nargs="+", type=int, default=COUNTS)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--ways", choices=("moved", "trained", "all"), default="all")
+    parser.add_argument("--ways", choices=("moved", "few-shot", "refined", "all"), default="all")
+    parser.add_argument("--steps", nargs="+", type=int, default=(1, *STEPS), help="of ways that train")
     parser.add_argument("--text", action="store_true", help="real encoders of texts: gte-small to MiniLM-L6 and back")
     parser.add_argument("--example", action="store_true", help="the language models that come with the package")
     parser.add_argument("--shown", action="store_true", help="run nothing: the table of what earlier runs finished")
     options = parser.parse_args()
     started = time.time()
     torch.set_num_threads(1)
-    wanted = {name: way for name, way in WAYS.items() if options.ways in ("all", ("moved", "trained")[way.trains])}
+    wanted = {
+        name: way
+        for name, way in WAYS.items()
+        if options.ways in ("all", way.kind) and way.settings.get("steps", options.steps[0]) in options.steps
+    }
     if options.text:
         options.tasks, options.pairs = TEXTS, [("MiniLM-L6", "gte-small"), ("gte-small", "MiniLM-L6")]
     if options.quick:
         options.tasks, options.pairs, options.counts, options.seeds = ["letters"], [PAIRS[0]], [20], 1
-        wanted = {name: way for name, way in wanted.items() if way.settings.get("steps", 1) == 1}
+        wanted = {name: way for name, way in wanted.items() if way.settings.get("steps", 1) in (1, 10)}
     cells = kept(options.json, {})
     if options.example:
         for count in options.counts:
@@ -346,7 +385,8 @@ def main() -> None:
         if committed and count in COUNTS and kind == ZOO:  # a trial elsewhere leaves the pages as they are
             (IMAGES / f"frontier-{count}.svg").write_text(alone(draw(some, count)))
     failures = [] if options.quick else failures
-    common.finish(cells, table(cells), options.json, failures, started)
+    both = f"{refine_table(cells)}\n\n{table(cells)}" if any(map(is_refined, cells.values())) else table(cells)
+    common.finish(cells, both, options.json, failures, started)
 
 
 if __name__ == "__main__":

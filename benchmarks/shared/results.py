@@ -63,7 +63,7 @@ takes away."""
 FRONTIER = """What each way recovers, and what it takes: CPU-seconds of one thread, and passes over the samples (a
 forward with a backward is one, a forward alone a third). The parts of the default are added one after the other. Ways
 that train stand beside them, because that is what a user would do instead: few-shot tuning with the true labels, and
-distillation from the tuned source, which needs none; from the target as it is and from BiCo's result. Fine-tunes of
+refining towards the tuned source, which needs none (`--refine`); from nothing and from what was moved. Fine-tunes of
 150 steps. A share is the sum of the gains over the cells, over the sum of the oracle's; a cell is a pair, a task and
 a draw. *Least gain* is that of the worst pair and task, in points over the target. The new tasks (traffic signs,
 textures) and the new pair (deep → wide) are those that nothing was ever chosen on.

@@ -36,5 +36,9 @@ def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as
     if score.accuracy is not None:
         console.print(f"[bold]{unit}[/]  {score.accuracy:.2f} %   [dim]loss {score.loss:.4f}[/]")
     else:
+        if score.right is not None:
+            console.print(f"[bold]right answers[/]  {score.right:.2f} %   [dim]the likeliest of those in the data[/]")
+        if score.exact is not None:
+            console.print(f"[bold]exact answers[/]  {score.exact:.2f} %   [dim]word for word, greedily[/]")
         console.print(f"[bold]{unit}[/]  {score.loss:.4f} a token")
     console.print(f"[dim]{score.samples} samples, by {plain(head)}[/]")

@@ -24,6 +24,7 @@ from taskferry.alignment import Alignment
 from taskferry.calibration.batch import Calibration
 from taskferry.coverage import reasons_to_keep
 from taskferry.errors import TaskferryError
+from taskferry.fitting.answers import Answers
 from taskferry.fitting.objectives import AnyObjective, Classifier, ForwardOnly, Objective, both_objectives
 from taskferry.fitting.progress import Progress
 from taskferry.fitting.scale import ScaleCurve
@@ -142,6 +143,13 @@ class ModelPair(ABC):
         self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = ""
     ) -> Moved:
         """Fit and move: τ_B = R_outᵀ τ_A R_in. `left_out`: target sites that are not fitted, with the reason."""
+
+    def answers(self, changes: Sequence[TaskVector]) -> tuple[Answers, Answers] | None:  # noqa: ARG002
+        """A language model's answers to the samples, untouched and moved; `changes` are those of losses.
+
+        None where there are none, or where they would take more walks over the weights.
+        """
+        return None
 
     @abstractmethod
     def losses(self, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[list[float]]:

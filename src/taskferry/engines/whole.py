@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 
@@ -20,8 +21,10 @@ from taskferry.calibration.batch import Batch, Calibration
 from taskferry.disk.files import hash_parameters
 from taskferry.display.bars import with_bars
 from taskferry.engines.pair import ModelPair, Moved, Work
+from taskferry.fitting.answers import Answers
 from taskferry.fitting.capture import BICO, Loss, Side, collect, device_of, frozen
-from taskferry.fitting.objectives import AnyObjective, Classifier, ForwardOnly, teacher_labels
+from taskferry.fitting.language import predicted
+from taskferry.fitting.objectives import AnyObjective, Classifier, ForwardOnly, LanguageModel, teacher_labels
 from taskferry.fitting.progress import Progress, Steps
 from taskferry.fitting.scale import losses_at, moved_by
 from taskferry.fitting.solve import Finished, GroupSums, MapOptions, Solved, Step, solve_group
@@ -191,6 +194,26 @@ class WholePair(ModelPair):
             count, samples = sum(map(len, mine)), sum(map(len, batches))
             found.append([self.total(mean * count) / samples for mean in means])
         return [list(of_scale) for of_scale in zip(*found, strict=True)]
+
+    def answers(self, changes: Sequence[TaskVector]) -> tuple[Answers, Answers] | None:
+        """By two forward passes of the target."""
+        folds = self.calibration.judging(len(changes))
+        if not isinstance(self.objectives[1], LanguageModel):
+            return None
+        known = Answers.of(self.target, [batch for batches in folds for batch in batches])
+        if known is None:
+            return None
+        found, device = (replace(known), replace(known)), device_of(self.target)
+        for tau, batches in zip(changes, folds, strict=True):
+            with moved_by(self.target, tau) as set_scale, torch.no_grad(), frozen(self.target):
+                for scale, counts in zip((0.0, 1.0), found, strict=True):
+                    set_scale(scale)
+                    for batch in self.mine(batches):
+                        counts.count(*predicted(self.target, batch.to(device)))
+        for counts in found:
+            for name in ("samples", "by_word", "by_choice"):
+                setattr(counts, name, round(self.total(getattr(counts, name))))
+        return found
 
     def slopes(self, changes: Sequence[TaskVector], scales: Mapping[str, float]) -> dict[str, float]:
         """⟨∂ loss / ∂θ, τ⟩ of every parameter that moves."""

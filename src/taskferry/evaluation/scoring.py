@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from taskferry.calibration.batch import IGNORED, Batch
+from taskferry.calibration.batch import Batch
 from taskferry.display.bars import Tell, told
 from taskferry.errors import TaskferryError
+from taskferry.fitting.answers import Answers
 from taskferry.fitting.capture import device_of, frozen
-from taskferry.fitting.language import expected
-from taskferry.fitting.objectives import Classifier, Objective
+from taskferry.fitting.language import predicted
+from taskferry.fitting.objectives import Classifier, LanguageModel, Objective
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Score:
     accuracy: float | None
     loss: float
     samples: int
+    right: float | None = None  # per cent of a language model's answers, where there are few to choose from
+    exact: float | None = None  # per cent of them that it would write word for word
 
     @property
     def value(self) -> float:
@@ -50,8 +53,11 @@ def evaluate(
     device = device_of(model)
     right = units = samples = 0
     total = 0.0
+    answers = None
     if isinstance(objective, Classifier):
         logits = objective.logits(model, shots)
+    elif isinstance(objective, LanguageModel):
+        answers = Answers.of(model, test)
     else:
         loss = objective.bind(model, shots)
     with torch.no_grad(), frozen(model):
@@ -67,17 +73,17 @@ def evaluate(
                 right += int((scores.argmax(1) == moved.labels).sum())
                 total += float(F.cross_entropy(scores[known], moved.labels[known], reduction="sum"))
                 units += int(known.sum())
+            elif isinstance(objective, LanguageModel):
+                words, labels, rows = predicted(model, moved)
+                total += float(F.cross_entropy(words, labels, reduction="sum"))
+                units += len(labels)
+                if answers is not None:
+                    answers.count(words, labels, rows)
             else:
                 total += float(loss(moved))
-                units += _predicted(model, moved)
+                units += len(batch)
             if tell is not None:
                 tell(done, len(test))
     accuracy = 100.0 * right / max(1, samples) if isinstance(objective, Classifier) else None
-    return Score(accuracy, total / max(1, units), samples)
-
-
-def _predicted(model: torch.nn.Module, batch: Batch) -> int:
-    """Tokens that a language model predicts, samples for any other loss; a causal model predicts no first token."""
-    if "labels" not in batch.inputs:
-        return len(batch)
-    return int((expected(model, batch) != IGNORED).sum())
+    found = (None, None) if answers is None else (answers.right, answers.exact)
+    return Score(accuracy, total / max(1, units), samples, *found)

@@ -42,6 +42,15 @@ def expected(model: nn.Module, batch: Batch) -> Tensor:
     return following if mask is None else following.masked_fill(mask.to(labels.device) == 0, IGNORED)
 
 
+def predicted(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every token that counts: the scores of the words [m, words], the token [m], and its sample's row [m]."""
+    labels = expected(model, batch)
+    counted = labels != IGNORED
+    scores = logits_at(model, batch, counted)
+    wide = scores.float() if scores.dtype.itemsize < 4 else scores
+    return wide, labels[counted].to(scores.device), counted.nonzero()[:, 0].to(scores.device)
+
+
 def logits_at(model: nn.Module, batch: Batch, where: Tensor) -> Tensor:
     """[m, words] the scores of the words at the positions of `where` [n, L], in the order of a mask.
 

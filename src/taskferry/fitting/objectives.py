@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from taskferry.calibration.batch import IGNORED, Batch, Calibration
+from taskferry.calibration.batch import Batch, Calibration
 from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Loss, device_of, frozen
-from taskferry.fitting.language import expected, is_language_model, logits_at, logits_of
+from taskferry.fitting.language import is_language_model, logits_of, predicted
 from taskferry.sites import family_of
 
 Logits = Callable[[Batch], Tensor]
@@ -247,11 +247,8 @@ class LanguageModel(Objective):
         """Summed cross-entropy over tokens; no other position has its words scored."""
 
         def loss(batch: Batch) -> Tensor:
-            labels = expected(model, batch)
-            counted = labels != IGNORED
-            scores = logits_at(model, batch, counted)
-            wide = scores.float() if scores.dtype.itemsize < 4 else scores
-            return F.cross_entropy(wide, labels[counted].to(scores.device), reduction="sum")
+            scores, labels, _ = predicted(model, batch)
+            return F.cross_entropy(scores, labels, reduction="sum")
 
         return loss
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from taskferry.coverage import Coverage
 from taskferry.display.tables import ROWS, panel
+from taskferry.fitting.answers import Answers
 from taskferry.fitting.scale import ScaleCurve
 from taskferry.jobs.card import write_card
 from taskferry.jobs.cost import Plan
@@ -56,8 +57,13 @@ class Outcome:
         return panel(title, facts, ("coverage",), rows[:ROWS], len(rows) - len(rows[:ROWS]))
 
 
-def verdict(curve: ScaleCurve, moved: TaskVector, refined: Refined | None = None) -> dict[str, Any]:
-    """What moved, at which scale, what the loss says, and what a refinement did."""
+def verdict(
+    curve: ScaleCurve,
+    moved: TaskVector,
+    answers: tuple[Answers, Answers] | None = None,
+    refined: Refined | None = None,
+) -> dict[str, Any]:
+    """What moved, at which scale, what loss and answers say, and what a refinement did."""
     before, after = curve.loss(0.0), curve.loss(curve.best)
     count = len(moved.coverage.moved()) if moved.coverage else len(moved)
     total = len(moved.coverage.rows) if moved.coverage else len(moved)
@@ -77,6 +83,8 @@ def verdict(curve: ScaleCurve, moved: TaskVector, refined: Refined | None = None
         )
         if curve.doubtful:
             sentence += " One part of the samples says the opposite: with so few it is uncertain, evaluate it."
+    if answers is not None:
+        sentence = f"{sentence} {answers_sentence(*answers)}"
     if refined is not None:
         sentence = f"{sentence} {refined.sentence}"
     return {
@@ -86,9 +94,19 @@ def verdict(curve: ScaleCurve, moved: TaskVector, refined: Refined | None = None
         "loss_after": after,
         "loss_of_folds": [list(each) for each in curve.folds],
         "uncertain": curve.doubtful,
+        "right_answers": None if answers is None else [each.right for each in answers],
+        "exact_answers": None if answers is None else [each.exact for each in answers],
         "moved": count,
         "of": total,
     }
+
+
+def answers_sentence(before: Answers, after: Answers) -> str:
+    """What a language model answers, which its loss alone does not tell."""
+    if before.right is None or after.right is None or before.choices is None:
+        return f"Answers word for word: {before.exact:.3g} % before, {after.exact:.3g} % after."
+    among = f"Right answers among the {len(before.choices)} in the samples"
+    return f"{among}: {before.right:.3g} % before, {after.right:.3g} % after."
 
 
 def applied(moved: TaskVector, scale: float) -> dict[str, Any]:

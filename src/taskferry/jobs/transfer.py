@@ -53,6 +53,7 @@ def transfer(
         final, cut = in_form(settings, kind, moved.tau)
         judged = tuple(in_form(settings, kind, each)[0] for each in moved.without) or (final,)
         curve, factor = scaled(settings, job, moved, final, judged)
+        answers = job.pair.answers([factor * each for each in judged]) if curve.helps else None
         written, refined = (factor if curve.helps else 0.0) * final, None
         if refinement is not None:
             refined = refine(job, written, refinement)
@@ -64,7 +65,7 @@ def transfer(
             settings,
             models.inputs.hashes(),
             final,
-            verdict=verdict(curve, final, refined),
+            verdict=verdict(curve, final, answers, refined),
             provenance=moved.provenance,
             sites=moved.sites,
             ignored=models.tuned.ignored,

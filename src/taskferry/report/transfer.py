@@ -69,6 +69,10 @@ def _tiles(record: Record) -> list[tuple[str, Cell, str]]:
     if verdict.get("loss_before") is not None:
         before = number(verdict["loss_before"])
         tiles.append(("Calibration loss", number(verdict["loss_after"]), f"{before.shown} before"))
+    for words, key in (("Right answers", "right_answers"), ("Answers word for word", "exact_answers")):
+        found = verdict.get(key)
+        if found and found[0] is not None:
+            tiles.append((words, Number(float(found[1]), f"{found[1]:.3g} %"), f"{found[0]:.3g} % before"))
     how = "chosen on the samples" if record["settings"].get("scale") == "auto" else "as given"
     tiles.append(("Scale", number(verdict["scale"], 3), how))
     tiles.append(("Parameters moved", Number(moved, str(moved)), f"of {len(rows)} in the target"))

@@ -32,7 +32,7 @@ from taskferry.fitting.objectives import Classifier, NewHead, Objective
 from taskferry.settings import Settings
 
 CHECKPOINT, KIND = "checkpoint.safetensors", "taskferry-finetuning"
-PATIENCE = 3  # looks of a judge without a lower loss, after which a run ends
+PATIENCE = 5  # looks of a judge without a lower loss, after which a run ends: a first rise is often made good
 
 
 class FineTuning(Settings):
