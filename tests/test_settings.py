@@ -40,7 +40,7 @@ def test_an_effort_is_settings_of_the_method_and_yields_to_those_given() -> None
         return load_settings(TransferSettings, None, {**GIVEN, **given}).chosen()[1]
 
     assert own() == own(effort="standard") == {}
-    assert own(effort="fast") == {"halfway": 0.0, "scales": "one"}
+    assert own(effort="fast") == {"halfway": 0.0}
     assert own(effort="thorough", method_settings={"views": 1}) == {"views": 1}
     with pytest.raises(TaskferryError, match="the method bico has no effort 'fast': leave --effort out"):
         own(effort="fast", method="bico")

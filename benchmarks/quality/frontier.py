@@ -63,7 +63,7 @@ MODELS = {model for pair in PAIRS for model in pair}
 ZOO, NEW, TEXT = "zoo", "zoo, new tasks and a new pair", "real encoders of texts"
 EXAMPLE = "example, by the loss"
 DEARER = 2.5  # the most that the default takes, in CPU-seconds of BiCo with an automatic scale
-STANDARD, BESIDE = "+ scales of roles: effort standard", "BiCo, automatic scale"
+STANDARD, BESIDE = "+ a second capture: effort standard", "BiCo, automatic scale"
 IMAGES = common.ROOT / "docs" / "images"
 
 
@@ -98,7 +98,6 @@ WAYS: dict[str, Way] = {
     BESIDE: Way("bico", auto=True, line=PARTS),
     "+ gradients of one length": Way("twofold", {**FAST, "whiten": False}, auto=True),
     "+ whitened: effort fast": Way("twofold", FAST, auto=True, line=PARTS),
-    "+ a second capture": Way("twofold", {"scales": "one"}, auto=True, line=PARTS),
     STANDARD: Way("twofold", auto=True, line=PARTS),
     "+ augmented views: effort thorough": Way("twofold", THOROUGH, auto=True, line=PARTS),
     "effort fast, no labels": Way("twofold", FAST, auto=True, teacher=True),

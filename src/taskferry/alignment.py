@@ -132,13 +132,9 @@ class Alignment:
         same = {key: Map(R=torch.eye(R.shape[0], dtype=R.dtype)) for key, R in maps.items()}
         return replace(self, R_in=same) if inputs else replace(self, R_out=same)
 
-    def times(self, scale: Mapping[str, float], rest: float = 1.0) -> Alignment:
-        """With the output maps multiplied, so that what they move is: by target parameter, `rest` where none is given.
-
-        Parts of a packed matrix share a scale.
-        """
-        factor = {pair.target.name: scale.get(pair.target.weight, rest) for pair in self.pairs}
-        return replace(self, R_out={name: R.times(factor[name]) for name, R in self.R_out.items()})
+    def times(self, scale: float) -> Alignment:
+        """With the output maps multiplied, so that what they move is."""
+        return replace(self, R_out={name: R.times(scale) for name, R in self.R_out.items()})
 
     def table(self) -> list[dict[str, Any]]:
         """One row a pair of sites: where its change comes from, and how good its two maps are."""

@@ -70,7 +70,7 @@ class LazyDeltas(Mapping[str, "Delta"]):
     on disk; whoever walks over them holds one at a time.
     """
 
-    def times(self, scale: float | Mapping[str, float]) -> LazyDeltas:
+    def times(self, scale: float) -> LazyDeltas:
         """The same, multiplied as they are read."""
         return _Times(self, scale)
 
@@ -82,20 +82,16 @@ class LazyDeltas(Mapping[str, "Delta"]):
 @dataclass(frozen=True, eq=False)
 class _Times(LazyDeltas):
     inner: LazyDeltas
-    scale: float | Mapping[str, float]
+    scale: float
 
     def __getitem__(self, name: str) -> Delta:
-        return scale_delta(self.inner[name], _scale_of(self.scale, name))
+        return scale_delta(self.inner[name], self.scale)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.inner)
 
     def __len__(self) -> int:
         return len(self.inner)
-
-
-def _scale_of(scale: float | Mapping[str, float], name: str) -> float:
-    return scale[name] if isinstance(scale, Mapping) else scale
 
 
 def as_dense(delta: Delta) -> Tensor:
@@ -172,11 +168,10 @@ class TaskVector:
     def __sub__(self, other: TaskVector) -> TaskVector:
         return self + (-1.0) * other
 
-    def __mul__(self, scale: float | Mapping[str, float]) -> TaskVector:
-        """One scale for all changes, or one for each by name."""
+    def __mul__(self, scale: float) -> TaskVector:
         if isinstance(self.deltas, LazyDeltas):
             return TaskVector(self.deltas.times(scale), self.coverage)
-        scaled = {name: scale_delta(delta, _scale_of(scale, name)) for name, delta in self.deltas.items()}
+        scaled = {name: scale_delta(delta, scale) for name, delta in self.deltas.items()}
         return TaskVector(scaled, self.coverage)
 
     __rmul__ = __mul__

@@ -99,7 +99,6 @@ def whole(world: Path) -> dict[str, TaskVector]:
         found[method] = moved(world, world / f"whole-{method}")
     record = json.loads((world / f"whole-{DEFAULT_METHOD}" / "taskferry.json").read_text())
     assert record["provenance"]["captures"] == 2  # nothing of the default is left out
-    assert len(record["provenance"]["role scales"]) > 2
     return found
 
 

@@ -35,7 +35,7 @@ from tests.helpers.fingerprints import distances, fingerprint
 pytest.importorskip("transformers")
 
 BEFORE = json.loads((Path(__file__).parent / "before.json").read_text())
-METHODS: dict[str, dict[str, Any]] = {"bico": {}, "theseus": {}, "twofold": {"scales": "one"}}
+METHODS: dict[str, dict[str, Any]] = {"bico": {}, "theseus": {}, "twofold": {}}
 BOUND = 1e-6  # of the estimated ‖Δ − Δ₀‖ / ‖Δ₀‖: a change of 1e-5 in any direction is seen, one of 4e-7 is not
 SMALL = {"samples": 16, "micro_batch": 8}  # enough for more rows than a map of width 96 has directions
 

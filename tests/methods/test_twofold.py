@@ -20,7 +20,6 @@ from taskferry.engines.pair import Work
 from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Side, collect
 from taskferry.fitting.objectives import Classifier, Logits
-from taskferry.fitting.role_scales import STEPS
 from taskferry.fitting.scale import calibration_loss, moved_by
 from taskferry.fitting.statistics import Capture, Statistics
 from taskferry.maths.whitening import UnitRows, Whitened
@@ -76,7 +75,7 @@ def test_a_model_onto_itself_is_the_change_itself() -> None:
     tau = TaskVector({p.source.weight: 0.01 * torch.randn(A.get_parameter(p.source.weight).shape) for p in pairs})
     given = Job.of(A, A, tau, Calibration([(batch, batch)]), tiny.objective)
     for halfway, whiten in ((0.0, False), (0.5, False), (0.5, True)):
-        moved = run("twofold", given, halfway=halfway, scales="one", whiten=whiten)
+        moved = run("twofold", given, halfway=halfway, whiten=whiten)
         assert moved.curve is not None
         assert set(moved.tau.deltas) == set(tau.deltas)
         for name, scaled in moved.tau.deltas.items():
@@ -89,7 +88,7 @@ def test_a_model_onto_itself_is_the_change_itself() -> None:
 
 def test_without_its_parts_it_is_bico_with_even_gradients() -> None:
     given = helpful()
-    moved = run("twofold", given, halfway=0.0, scales="one", whiten=False, views=0, patches=True)
+    moved = run("twofold", given, halfway=0.0, whiten=False, views=0, patches=True)
     capture = Capture(sums=UnitRows)
     statistics, models = Statistics(capture=capture), (given.source, given.target)
     sides = [Side(m, o.bind(m, given.calibration.side(i)))
@@ -110,7 +109,7 @@ def test_without_its_parts_it_is_bico_with_even_gradients() -> None:
 def test_the_second_capture_changes_the_maps_and_leaves_the_models_alone() -> None:
     given = helpful()
     before = [p.detach().clone() for m in (given.source, given.target) for p in m.parameters()]
-    once, twice = (run("twofold", given, halfway=way, scales="one") for way in (0.0, 0.5))
+    once, twice = (run("twofold", given, halfway=way) for way in (0.0, 0.5))
     assert (once.provenance["captures"], twice.provenance["captures"]) == (1, 2)
     assert relative(flat(twice.tau) / twice.tau.norm(), flat(once.tau) / once.tau.norm()) > 0.01
     after = [p for m in (given.source, given.target) for p in m.parameters()]
@@ -118,27 +117,13 @@ def test_the_second_capture_changes_the_maps_and_leaves_the_models_alone() -> No
     assert all(p.grad is None for p in after)
 
 
-def test_a_scale_for_each_role_lowers_the_loss_and_keeps_a_lora_low_rank() -> None:
+def test_it_stands_at_its_best_scale_and_keeps_a_lora_low_rank() -> None:
     given = helpful()
-    one, scaled = run("twofold", given, scales="one"), run("twofold", given)
-    assert one.curve is not None
-    assert scaled.curve is not None
-    folded = given.in_folds()
-    for moved, curve in ((one, one.curve), (scaled, scaled.curve)):  # each is at its best already
-        assert folded.losses(moved.without, [1.0])[0] == pytest.approx(curve.loss(curve.best), rel=1e-6)
-    assert scaled.curve.loss(scaled.curve.best) < one.curve.loss(one.curve.best) < one.curve.loss(0.0)
-    assert loss_at(given, scaled.tau) < loss_at(given, one.tau, 0.0)
-    roles = {site.weight: site.role for site in find_sites(given.target)}
-    found: dict[str, set[float]] = {}
-    for name, delta in scaled.tau.deltas.items():
-        if name in roles and one.tau.deltas[name].norm() > 0:
-            ratio = one.curve.best * float(delta.norm() / one.tau.deltas[name].norm())
-            found.setdefault(roles[name], set()).add(round(ratio, 4))
-    assert all(len(values) == 1 for values in found.values())
-    assert len({next(iter(values)) for values in found.values()}) > 1
-    chosen = scaled.provenance["role scales"]
-    sizes = {role: abs(value) for role, value in chosen.items()}
-    assert {role: next(iter(values)) for role, values in found.items()} == pytest.approx(sizes, abs=1e-3)
+    moved = run("twofold", given)
+    assert moved.curve is not None
+    found = given.in_folds().losses(moved.without, [1.0])[0]
+    assert found == pytest.approx(moved.curve.loss(moved.curve.best), rel=1e-6)
+    assert found < moved.curve.loss(0.0)
     torch.manual_seed(1)
     site = next(pair.source for pair in given.pair.pairs if pair.source.role == "mlp.up")
     shape = given.source.get_parameter(site.weight).shape
@@ -149,14 +134,13 @@ def test_a_scale_for_each_role_lowers_the_loss_and_keeps_a_lora_low_rank() -> No
 
 
 def test_its_maps_move_what_it_moved() -> None:
-    """The scales are in the output maps: another change passes through them as this one did."""
+    """The scale is in the output maps: another change passes through them as this one did."""
     given = helpful()
-    for scales in ("role", "one"):
-        moved = run("twofold", given, scales=scales)
-        assert moved.alignment is not None
-        again = moved.alignment.apply(given.tau)
-        assert relative(flat(again), flat(moved.tau)) < 1e-9
-        assert [row["target"] for row in moved.sites] == [pair.target.name for pair in moved.alignment.pairs]
+    moved = run("twofold", given)
+    assert moved.alignment is not None
+    again = moved.alignment.apply(given.tau)
+    assert relative(flat(again), flat(moved.tau)) < 1e-9
+    assert [row["target"] for row in moved.sites] == [pair.target.name for pair in moved.alignment.pairs]
 
 
 def test_first_maps_are_rough_and_not_taken_for_others() -> None:
@@ -168,7 +152,7 @@ def test_first_maps_are_rough_and_not_taken_for_others() -> None:
 
 def test_what_does_not_help_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     given = helpful()
-    plain = run("twofold", given, halfway=0.0, scales="one")
+    plain = run("twofold", given, halfway=0.0)
     assert plain.curve is not None
     monkeypatch.setattr(
         whole.WholePair, "losses", lambda self, changes, scales: [[1.0 + scale] * len(changes) for scale in scales]
@@ -177,7 +161,6 @@ def test_what_does_not_help_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
     assert uphill.curve is not None
     assert uphill.curve.best == 0.0
     assert not uphill.curve.helps
-    assert uphill.provenance["role scales"] == {}
     assert uphill.alignment is not None
     assert uphill.provenance["captures"] == 1  # nowhere to go half of the way to
     assert relative(plain.curve.best * flat(uphill.tau), flat(plain.tau)) < 1e-9  # the same maps, and no scale
@@ -186,7 +169,7 @@ def test_what_does_not_help_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
 def test_without_a_task_vector_all_maps_are_those_of_the_first_capture() -> None:
     given = job("vit", (16, 2), (24, 3))
     fitted = run("twofold", Job(given.pair, TaskVector({}), every_site=True))
-    once = run("twofold", Job(given.pair, given.tau, every_site=True), halfway=0.0, scales="one")
+    once = run("twofold", Job(given.pair, given.tau, every_site=True), halfway=0.0)
     assert fitted.alignment is not None
     assert once.curve is not None
     assert fitted.curve is None
@@ -199,7 +182,7 @@ def test_without_a_task_vector_all_maps_are_those_of_the_first_capture() -> None
 
 def test_finished_groups_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = rebuilt(helpful(), work=Work(sums_memory=1000, resume=tmp_path / "groups"))
-    moved = run("twofold", given, scales="one")
+    moved = run("twofold", given)
     assert len(list((tmp_path / "groups" / "base").iterdir())) > 1
     assert len(list((tmp_path / "groups" / "halfway").iterdir())) > 1
 
@@ -207,10 +190,10 @@ def test_finished_groups_are_not_made_again(tmp_path: Path, monkeypatch: pytest.
         raise AssertionError("captured again")
 
     monkeypatch.setattr(whole, "collect", not_again)
-    again = run("twofold", given, scales="one")
+    again = run("twofold", given)
     assert torch.equal(flat(again.tau), flat(moved.tau))
     with pytest.raises(AssertionError, match="captured again"):
-        run("twofold", replace(given, tau=2.0 * given.tau), scales="one")  # halfway is elsewhere for another change
+        run("twofold", replace(given, tau=2.0 * given.tau))  # halfway is elsewhere for another change
 
 
 class Fixed(Classifier):
@@ -271,9 +254,9 @@ def test_views_of_images_are_labelled_by_the_tuned_source() -> None:
     assert with_views(texts, 3) is texts
 
 
-def test_the_record_tells_samples_from_views_and_the_scales() -> None:
+def test_the_record_tells_samples_from_views_and_the_scale() -> None:
     given = named_by_its_head()
-    own: dict[str, Any] = {"halfway": 0.5, "whiten": True, "views": 2, "scales": "role", "patches": False}
+    own: dict[str, Any] = {"halfway": 0.5, "whiten": True, "views": 2, "patches": False}
     moved = run("twofold", given, **own)
     known = moved.provenance
     assert known["method"] == "twofold"
@@ -284,8 +267,8 @@ def test_the_record_tells_samples_from_views_and_the_scales() -> None:
     assert moved.alignment is not None
     assert moved.alignment.provenance == known
     helps = run("twofold", helpful(), **own)
-    assert helps.alignment is not None
-    assert set(helps.provenance["role scales"]) == {p.target.role for p in helps.alignment.pairs}
+    assert helps.curve is not None
+    assert helps.provenance["scale"] == pytest.approx(helps.curve.best)
     assert helps.provenance["calibration"]["views"] == 0  # its head is made from the samples
     with pytest.raises(TaskferryError, match="views is 0 or more"):
         run("twofold", given, views=-1)
@@ -295,7 +278,7 @@ def test_float32_gives_what_float64_gives() -> None:
     """Directions and tokens that carry nothing but rounding must not be whitened into a signal."""
     for name in ("vit", "bert", "gpt2"):
         given = job(name)
-        fine = run("twofold", given, scales="one", halfway=0.0)
+        fine = run("twofold", given, halfway=0.0)
         single = rebuilt(
             given,
             source=copy.deepcopy(given.source).float(),
@@ -303,7 +286,7 @@ def test_float32_gives_what_float64_gives() -> None:
             tau=TaskVector({n: as_dense(d).float() for n, d in given.tau.deltas.items()}),
             calibration=Calibration((as_float(A), as_float(B)) for A, B in given.calibration),
         )
-        coarse = run("twofold", single, scales="one", halfway=0.0)
+        coarse = run("twofold", single, halfway=0.0)
         assert relative(flat(coarse.tau).double(), flat(fine.tau)) < 2e-3, name
 
 
@@ -320,7 +303,7 @@ def test_bfloat16_changes_it_no_more_than_bico(target: tuple[int, int]) -> None:
     single = rebuilt(half, source=copy.deepcopy(models[0]).float(), target=copy.deepcopy(models[1]).float())
     twofold, bico = (
         relative(flat(run(name, half, **own).tau), flat(run(name, single, **own).tau))
-        for name, own in (("twofold", {"scales": "one", "halfway": 0.0}), ("bico", {}))
+        for name, own in (("twofold", {"halfway": 0.0}), ("bico", {}))
     )
     assert bico < 0.05
     assert twofold < 1.2 * bico
@@ -348,33 +331,17 @@ def test_the_base_models_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> N
     seen = []
     real = whole.collect
     monkeypatch.setattr(whole, "collect", lambda *a, **k: (seen.append(1), real(*a, **k)))
-    once = run("twofold", given, scales="one")
+    once = run("twofold", given)
     assert len(seen) == 2
-    groups = run("twofold", rebuilt(given, work=Work(sums_memory=1000)), scales="one")  # too many groups to be kept
+    groups = run("twofold", rebuilt(given, work=Work(sums_memory=1000)))  # too many groups to be kept
     assert len(seen) > 6
     assert relative(flat(once.tau), flat(groups.tau)) < 1e-9
-
-
-def test_scales_that_lead_astray_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = helpful()
-    real, shown = whole.WholePair.slopes, []
-
-    def contrary(self: Any, changes: Sequence[TaskVector], scales: Any) -> dict[str, float]:
-        """They lead away from where the loss falls."""
-        shown.append(len(changes))
-        return {name: -value for name, value in real(self, changes, scales).items()}
-
-    monkeypatch.setattr(whole.WholePair, "slopes", contrary)
-    one, same = run("twofold", given, scales="one"), run("twofold", given)
-    assert shown == [2] * STEPS  # each fold with the change that was fitted without it
-    assert same.provenance["role scales"] == {}
-    assert relative(flat(same.tau) / same.tau.norm(), flat(one.tau) / one.tau.norm()) < 1e-12
 
 
 def test_what_judges_a_fold_was_fitted_without_it() -> None:
     """The change for a fold is what the other samples alone give; all samples together give what is moved."""
     given = named_by_its_head()
-    plain: dict[str, Any] = {"halfway": 0.0, "scales": "one", "patches": True, "views": 0}
+    plain: dict[str, Any] = {"halfway": 0.0, "patches": True, "views": 0}
     moved = run("twofold", given, **plain)
     folded = given.in_folds().calibration
     assert folded.folds == len(moved.without) == 2
@@ -396,7 +363,6 @@ def test_few_samples_choose_one_scale_of_at_most_one(monkeypatch: pytest.MonkeyP
     assert len(moved.curve.folds) == 2
     assert moved.curve.loss(0.0) == pytest.approx(sum(before for before, _ in moved.curve.folds) / 2)
     assert moved.curve.points[-1][0] == 1.0
-    assert moved.provenance["role scales"] == {}
 
 
 def test_how_samples_are_cut_into_micro_batches_does_not_matter() -> None:

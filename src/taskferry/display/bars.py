@@ -23,7 +23,6 @@ Tell = Callable[..., None]  # (done, total), and the loss where there is one
 STEPS = {
     "capture": "forward and backward",
     "solve": "maps",
-    "scales": "scale of each role",
     "scale": "scale",
     "check": "checking the output",
     "forward": "forward",

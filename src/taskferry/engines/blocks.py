@@ -12,7 +12,6 @@ loss, the sums are those of the whole models. Changes that are not low-rank stay
 from __future__ import annotations
 
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -29,8 +28,6 @@ from taskferry.coverage import Coverage, Row
 from taskferry.engines.blockwise import BlockwiseModel, forward
 from taskferry.engines.lazy import DiskDeltas, LazyModel
 from taskferry.engines.pair import ModelPair, Moved, in_place, parameter_reasons
-from taskferry.engines.stand_ins import frozen_but
-from taskferry.engines.whole import inner
 from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Loss, collect
 from taskferry.fitting.objectives import AnyObjective, Classifier, ForwardOnly, Objective
@@ -138,20 +135,6 @@ class BlockPair(ModelPair):
             forward(runs, backward=False, store=False)
         means = [run.loss / sum(map(len, batches)) for run, (_, batches, _) in zip(runs, each, strict=True)]
         return [means[i : i + len(folds)] for i in range(0, len(means), len(folds))]
-
-    def slopes(self, changes: Sequence[TaskVector], scales: Mapping[str, float]) -> dict[str, float]:
-        """Forward, and backward with the gradients of the weights that move, a block at a time."""
-        folds = self.calibration.judging(len(changes))
-        samples = sum(len(batch) for batches in folds for batch in batches)
-        found: defaultdict[str, float] = defaultdict(float)
-        with self._folder() as folder:
-            self._bind_heads(folder)
-            runs = [self.run(1, folder, tau * scales, batches=b) for tau, b in zip(changes, folds, strict=True)]
-            forward(runs)
-            for tau, run in zip(changes, runs, strict=True):
-                for name, slope in _slopes(tau, run):
-                    found[name] += slope / samples
-        return dict(found)
 
     def _bind_heads(self, folder: Path) -> None:
         """Heads are made at the base models, on all samples."""
@@ -301,36 +284,8 @@ def _solve(
         del part
 
 
-def _slopes(tau: TaskVector, run: BlockwiseModel) -> Iterator[tuple[str, float]]:
-    """⟨∂ loss / ∂θ, τ⟩ of every parameter that moves, of a model that has been run forward."""
-    for j in reversed(range(len(run.blocks))):
-        with run.block(j), _asking(run.model, tau, run.parameters(j)) as asking:
-            run.pull(j)
-            yield from ((name, inner(p.grad, tau.deltas[name])) for name, p in asking.items())
-        run.step(j)
-    if any(name in tau.deltas for name in run.outer):
-        with run.lazy.weights(run.outer), _asking(run.model, tau, run.outer) as asking:
-            _backward(run.outside().loss, run)
-            yield from ((name, inner(p.grad, tau.deltas[name])) for name, p in asking.items())
-
-
 def _block_of(weight: str, blocks: Mapping[str, int]) -> int | None:
     return next((j for path, j in blocks.items() if weight.startswith(f"{path}.")), None)
-
-
-@contextmanager
-def _asking(model: nn.Module, tau: TaskVector, names: Sequence[str]) -> Iterator[dict[str, nn.Parameter]]:
-    """Inside, those of the parameters that τ changes ask for a gradient."""
-    asking = {name: model.get_parameter(name) for name in names if name in tau.deltas}
-    for parameter in asking.values():
-        parameter.requires_grad_(True)
-    yield asking
-
-
-def _backward(loss: Loss, run: BlockwiseModel) -> None:
-    with frozen_but(run.model), torch.inference_mode(False), torch.enable_grad():
-        for batch in run.batches:
-            loss(batch).backward()  # type: ignore[no-untyped-call]
 
 
 class _Classes(Objective):

@@ -33,7 +33,6 @@ from taskferry.engines.stand_ins import (
     Caught,
     Told,
     blocks_of,
-    frozen_but,
     has_graph,
     hidden_of,
     inner_products,
@@ -129,7 +128,7 @@ class BlockwiseModel:
     def pull(self, j: int) -> None:
         """Backward through block j without looking at its sites; its weights are in memory."""
         side = self.side(j)
-        with frozen_but(self.model), torch.inference_mode(False), torch.enable_grad():
+        with frozen(self.model), torch.inference_mode(False), torch.enable_grad():
             for batch in self.batches:
                 side.loss(batch).backward()  # type: ignore[no-untyped-call]
 

@@ -111,11 +111,6 @@ class ModelPair(ABC):
         """Of the source and of the target."""
         return both_objectives(self.objective, self.source, self.target, self.calibration)
 
-    @cached_property
-    def roles(self) -> dict[str, str]:
-        """Parameter of the target -> the role of its site; parts of a packed matrix share the last one's."""
-        return {name: site.role for site in self.target_sites for name in (site.weight, site.bias) if name}
-
     def describe(self, gradients: bool = True) -> dict[str, Any]:
         """What a result rests on: both models, objectives, samples, versions."""
         needed = gradients or self.objective is not None
@@ -154,10 +149,6 @@ class ModelPair(ABC):
     @abstractmethod
     def losses(self, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[list[float]]:
         """The mean loss of the target + scale · change at each scale: of all samples, or of each fold with its own."""
-
-    @abstractmethod
-    def slopes(self, changes: Sequence[TaskVector], scales: Mapping[str, float]) -> dict[str, float]:
-        """∂ mean loss / ∂ scale of every parameter's change, by name; `scales` are those of each parameter."""
 
     @abstractmethod
     def teacher(self, tau: TaskVector, head: Classifier, calibration: Calibration) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from taskferry.calibration.batch import Batch
 from taskferry.errors import TaskferryError
-from taskferry.fitting.capture import frozen
 from taskferry.sites.discovery import block_paths
 from taskferry.sites.site import Site
 
@@ -48,16 +47,6 @@ def until_caught() -> Iterator[None]:
         yield
     except Caught:
         return
-
-
-@contextmanager
-def frozen_but(model: nn.Module) -> Iterator[None]:
-    """As `frozen`, but parameters that ask for a gradient still get one."""
-    asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with frozen(model):
-        for parameter in asked:
-            parameter.requires_grad_(True)
-        yield
 
 
 @contextmanager

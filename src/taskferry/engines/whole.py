@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -31,7 +30,7 @@ from taskferry.fitting.solve import Finished, GroupSums, MapOptions, Solved, Ste
 from taskferry.fitting.statistics import Capture, Point, Statistics
 from taskferry.maths.procrustes import DEFAULT_TOLERANCE, RankPolicy
 from taskferry.sites.pairing import DepthRule, Pair, nearest_block
-from taskferry.taskvector import LowRank, TaskVector
+from taskferry.taskvector import TaskVector
 
 
 @with_bars
@@ -215,30 +214,6 @@ class WholePair(ModelPair):
                 setattr(counts, name, round(self.total(getattr(counts, name))))
         return found
 
-    def slopes(self, changes: Sequence[TaskVector], scales: Mapping[str, float]) -> dict[str, float]:
-        """⟨∂ loss / ∂θ, τ⟩ of every parameter that moves."""
-        folds = self.calibration.judging(len(changes))
-        samples, device = sum(len(batch) for batches in folds for batch in batches), device_of(self.target)
-        found: defaultdict[str, float] = defaultdict(float)
-        for tau, batches in zip(changes, folds, strict=True):
-            moving = tau.on(self.target)
-            left = [parameter.grad for _, parameter, _ in moving]  # by whoever trained the model before
-            with moved_by(self.target, tau * scales) as set_scale, frozen(self.target), torch.enable_grad():
-                set_scale(1.0)
-                for _, parameter, _ in moving:
-                    parameter.requires_grad_(True)
-                    parameter.grad = None
-                try:
-                    for batch in self.mine(batches):
-                        (self._bound[1](batch.to(device)) / samples).backward()  # type: ignore[no-untyped-call]
-                    for name, parameter, delta in moving:
-                        found[name] += inner(parameter.grad, delta)
-                finally:
-                    for (_, parameter, _), gradient in zip(moving, left, strict=True):
-                        parameter.requires_grad_(False)
-                        parameter.grad = gradient
-        return {name: self.total(value) for name, value in found.items()}
-
     def teacher(self, tau: TaskVector, head: Classifier, calibration: Calibration) -> Tensor:
         """By forward passes of the tuned source."""
         with moved_by(self.source, tau) as set_scale:
@@ -278,15 +253,6 @@ class WholePair(ModelPair):
     def solve(self, sums: GroupSums, group: list[Pair], maps: MapOptions, step: Step) -> Solved:
         """The maps of a group."""
         return solve_group(sums, group, maps, step)
-
-
-def inner(gradient: Tensor | None, delta: Tensor | LowRank) -> float:
-    """⟨gradient, change⟩; of a low-rank change without forming it."""
-    if gradient is None:
-        return 0.0
-    if isinstance(delta, LowRank):
-        return float(((delta.left.to(gradient).T @ gradient) * delta.right.to(gradient)).sum())
-    return float((gradient * delta.to(gradient)).sum())
 
 
 def unchanged(pairs: Sequence[Pair], changed: Collection[str]) -> dict[str, str]:

@@ -50,16 +50,6 @@ class ScaleCurve:
         """The loss at a scale that was evaluated."""
         return dict(self.points)[scale]
 
-    def bend(self) -> float:
-        """The second derivative of the loss at the best scale, by its neighbours; 0 where there is one side alone."""
-        scales = [scale for scale, _ in self.points]
-        at = scales.index(self.best)
-        if not 0 < at < len(scales) - 1:
-            return 0.0
-        (x0, y0), (x1, y1), (x2, y2) = self.points[at - 1 : at + 2]
-        bend = 2 * ((y0 - y1) / (x1 - x0) + (y2 - y1) / (x2 - x1)) / (x2 - x0)
-        return bend if bend < float("inf") else 0.0
-
 
 def choose_scale(losses: Losses, *, largest: float = LARGEST, rounds: int = ROUNDS) -> ScaleCurve:
     """The minimum of the loss over [0, largest], in rounds: all scales of a round are asked for together.

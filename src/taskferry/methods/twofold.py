@@ -1,24 +1,23 @@
 """BiCo from two points: maps fitted on the base models and on both models halfway, over whitened gradients.
 
 What it adds to the paper, each measured alone and together (docs/results.md): gradient rows of one length, whitened;
-augmented views of images, which the tuned source labels; a second capture where both models have gone half of the way;
-a scale for each role of layer. A patch embedding stays as it is. Nothing is trained: the numbers that are chosen are
-one scale for each role. Without a task vector (to fit maps for any) only what needs none is left: the first capture.
+augmented views of images, which the tuned source labels; a second capture where both models have gone half of the way.
+A patch embedding stays as it is. Nothing is trained: the one number that is chosen is a scale. Without a task vector
+(to fit maps for any) only what needs none is left: the first capture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from taskferry.calibration.augmentation import Views, are_images
 from taskferry.calibration.batch import Calibration
 from taskferry.coverage import Coverage
 from taskferry.errors import TaskferryError
 from taskferry.fitting.objectives import Classifier
-from taskferry.fitting.role_scales import STEPS, scales_by_role
-from taskferry.fitting.scale import ROUNDS, START, ScaleCurve
+from taskferry.fitting.scale import ROUNDS, START
 from taskferry.fitting.statistics import BASE, Capture, Point
 from taskferry.maths.procrustes import DEFAULT_TOLERANCE
 from taskferry.maths.whitening import UnitRows, Whitened
@@ -27,26 +26,24 @@ from taskferry.taskvector import TaskVector
 
 PATCH = "a patch embedding: the target is better off with its own on the benchmarks (patches=true moves it)"
 ALONE = "fitted without a task vector: one capture at the base models, no second one halfway, no scales"
-EFFORTS: dict[str, dict[str, Any]] = {"fast": {"halfway": 0.0, "scales": "one"}, "thorough": {"views": 3}}
+EFFORTS: dict[str, dict[str, Any]] = {"fast": {"halfway": 0.0}, "thorough": {"views": 3}}
 ROWS = (
-    TableRow("twofold", auto_scale=True, passes=(2.0, 11.0), beats=("target", "theseus"), reaches=("bico",), curve=5),
-    TableRow("twofold, teacher", auto_scale=True, teacher=True, passes=(7 / 3, 11.0)),
+    TableRow("twofold", auto_scale=True, passes=(2.0, 7.0), beats=("target", "theseus"), reaches=("bico",), curve=5),
+    TableRow("twofold, teacher", auto_scale=True, teacher=True, passes=(7 / 3, 7.0)),
     TableRow("twofold, fast", EFFORTS["fast"], auto_scale=True, passes=(1.0, 5.0)),
-    TableRow("twofold, thorough", EFFORTS["thorough"], auto_scale=True, passes=(9.0, 17.0)),
+    TableRow("twofold, thorough", EFFORTS["thorough"], auto_scale=True, passes=(9.0, 13.0)),
 )
 
 
-def costs(job: Job, *, halfway: float, views: int, whiten: bool, scales: str, **_: Any) -> Cost:
+def costs(job: Job, *, halfway: float, views: int, whiten: bool, **_: Any) -> Cost:
     """Captures grow with the augmented views; whitening decomposes about as much again as the maps do."""
     solves, sums = 2 if whiten else 1, Whitened if whiten else UnitRows
     if not len(job.tau):
         return Cost(1, solves, sums=sums)
     inputs = 1 if naming_head(job) is None else 1 + views
     captures = 1 + (halfway > 0)
-    by_role = scales == "role" and not job.few
-    steps = 3 * STEPS + 1 if by_role else 0  # forward and backward
-    looked_at = (len(START) if halfway else 0) + len(START) + 3 * (1 if by_role else ROUNDS)
-    return Cost(captures * inputs, solves, looked_at + steps, FOLDS, captures - 1, sums)
+    looked_at = (len(START) if halfway else 0) + len(START) + 3 * ROUNDS
+    return Cost(captures * inputs, solves, looked_at, FOLDS, captures - 1, sums)
 
 
 @method(
@@ -63,12 +60,11 @@ def twofold(
     halfway: Annotated[float, "how far both models have gone at the second capture; 0 takes none"] = 0.5,
     whiten: Annotated[bool, "whiten the gradients, so that every direction counts alike"] = True,
     views: Annotated[int, "augmented views of each image, which the tuned source labels"] = 0,
-    scales: Annotated[Literal["role", "one"], "a scale for each role of layer, or one for all"] = "role",
     patches: Annotated[bool, "move a patch embedding too"] = False,
     map_rank: MapRank = "range",
     tolerance: Tolerance = DEFAULT_TOLERANCE,
 ) -> Moved:
-    """BiCo with whitened gradients, augmented views, a second capture halfway, and a scale for each role of layer."""
+    """BiCo with whitened gradients, a second capture halfway, and augmented views of images."""
     if not 0 <= halfway <= 1 or views < 0:
         raise TaskferryError(f"twofold: halfway is between 0 and 1, views is 0 or more, got {halfway:g} and {views}")
     given, left_out = job, {} if patches else patch_changes(job)
@@ -83,22 +79,17 @@ def twofold(
         return replace(job.move(capture, maps, "base", sites), notes={"without a task vector": ALONE})
 
     again = bool(halfway)
-    rounds = 1 if scales == "role" and not job.few else ROUNDS  # scales of roles go on from there
     moved, point = job.move(replace(capture, again=again), maps, "base", sites), 1
     # Where halfway is need not be known well, and nothing else rests on it: by the maps of all samples.
-    curve = job.best_scale(moved.judged, rounds=0 if again else rounds)
+    curve = job.best_scale(moved.judged, rounds=0 if again else ROUNDS)
     if again and curve.helps:
         both = (BASE, Point(halfway * job.tau, halfway * curve.best * moved.tau))
         moved, point = job.move(replace(capture, points=both), maps, "halfway", sites), 2
-        curve = job.best_scale(moved.judged, rounds=rounds)
+        curve = job.best_scale(moved.judged)
     elif again:  # the first maps are rough: what does not help by them may still help by those of one point
         moved = job.move(capture, maps, "base", sites)
-        curve = job.best_scale(moved.judged, rounds=rounds)
-    by_role: dict[str, float] = {}
-    if scales == "role" and curve.helps and not job.few:
-        by_role, curve = _by_role(job, moved, curve)
-    best = curve.best if curve.helps else 1.0  # what does not help is left as it is: the verdict refuses it
-    scale = {name: by_role.get(job.pair.roles[name], best) for name in moved.tau.deltas}
+        curve = job.best_scale(moved.judged)
+    scale = curve.best if curve.helps else 1.0  # what does not help is left as it is: the verdict refuses it
     notes = {
         "captures": point,
         "calibration": {
@@ -107,35 +98,16 @@ def twofold(
             "views": job.calibration.samples - given.calibration.samples,
         },
         "scale": round(curve.best, 6),
-        "role scales": {role: round(value, 6) for role, value in by_role.items()},
     }
     alignment = moved.alignment
     return replace(
         moved,
         tau=_with_reasons(moved.tau * scale, left_out, given.tau),
         without=tuple(each * scale for each in moved.without),
-        alignment=None if alignment is None else alignment.times(scale, rest=best),
+        alignment=None if alignment is None else alignment.times(scale),
         curve=curve,
         notes=notes,
     )
-
-
-def _by_role(job: Job, moved: Moved, curve: ScaleCurve) -> tuple[dict[str, float], ScaleCurve]:
-    """A scale for each role, and the curve with the loss that they reach; none where one for all is as good."""
-    roles = {name: job.pair.roles[name] for name in moved.tau.deltas}
-
-    def slopes(scales: Mapping[str, float]) -> dict[str, float]:
-        return job.pair.slopes(moved.judged, scales)
-
-    by_role = scales_by_role(slopes, roles, curve, job.pair.work.progress)
-    scale = {name: by_role[role] for name, role in roles.items()}
-    folds = job.pair.losses([each * scale for each in moved.judged], [1.0])[0]
-    loss = job.mean(folds)
-    if not loss < curve.loss(curve.best):  # NaN compares as false
-        return {}, curve
-    points = {**dict(curve.points), curve.best: loss}  # the curve of one scale, its best with all of them
-    untouched = [before for before, _ in curve.folds]
-    return by_role, ScaleCurve(tuple(sorted(points.items())), curve.best, tuple(zip(untouched, folds, strict=True)))
 
 
 def naming_head(job: Job) -> Classifier | None:

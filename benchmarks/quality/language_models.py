@@ -1,0 +1,226 @@
+"""Does a LoRA survive the move between real language models: right answers against CPU-seconds.
+
+    python benchmarks/quality/language_models.py [--quick] [--json benchmarks/results/language_models.json]
+        [--models FOLDER] [--pairs A:B …] [--tasks NAME …] [--counts N …] [--seeds N] [--ways NAME …] [--shown]
+
+Each model is a folder of FOLDER or a hub name. A LoRA of rank 8 on every projection of the blocks is trained by PEFT on
+all samples of a task, on the source and on the target (the oracle); the target answers 400 other questions. An answer
+is right where it is the likeliest of those that the task has. Ways are those of `frontier.py`, each alone and in one
+thread. Fine-tunes are kept beside the other data of the benchmarks, every way of a cell is written when it is done, and
+a run goes on where an earlier one stopped.
+
+Bound: no way that chooses its scale is below the target by more than a point on a pair and task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+from benchmarks.quality import frontier
+from benchmarks.shared import common
+from benchmarks.zoo import zoo_data
+from taskferry import TaskVector, load_model, load_samples, load_tuned
+from taskferry.calibration.data import Samples
+from taskferry.checkpoints import Loaded
+from taskferry.disk.staging import staged_folder
+from taskferry.evaluation import Pool, evaluate
+from taskferry.fitting.objectives import LanguageModel
+from taskferry.fitting.preparation import prepare
+from taskferry.fitting.scale import moved_by
+from taskferry.methods import Job
+from taskferry.settings import CalibrationSettings
+from taskferry.training import FineTuning, finetune
+
+SMOL, GEMMA = "smollm2-135m-instruct", "gemma-3-270m"
+SMALL, LARGE = "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct"
+PAIRS = ((SMOL, GEMMA), (GEMMA, SMOL), (SMOL, SMALL), (SMALL, LARGE), (LARGE, SMALL))
+LENGTH, TEST, BATCH = 96, 400, 8
+LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+PROTOCOL = FineTuning(
+    steps=120, batch=8, learning_rate=1e-3, weight_decay=0.0, warmup=10, validation=0.0, every=40, precision="float32"
+)
+STEPS = (10, 30, 100)
+WAYS: dict[str, frontier.Way] = {
+    "THESEUS": frontier.Way("theseus", auto=True),
+    "BiCo at scale 1": frontier.Way("bico"),
+    frontier.BESIDE: frontier.Way("bico", auto=True),
+    "effort fast": frontier.Way("twofold", frontier.FAST, auto=True),
+    "the default": frontier.Way("twofold", auto=True),
+    **{f"LoRA from nothing, labels, {n} steps": frontier.Way("distil", {"steps": n, "start": "cold", "labels": 1.0})
+       for n in STEPS},
+    **{f"refined, no move, {n} steps": frontier.Way("distil", {"steps": n, "start": "cold"}) for n in STEPS},
+    **{f"refined from the default, {n} steps": frontier.Way("distil", {"steps": n, "start": "twofold"})
+       for n in STEPS},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Task:
+    """A classification in words: how a sample is asked, and what the classes are called."""
+
+    prompt: str
+    answers: tuple[str, ...]
+
+
+TASKS = {
+    "trec": Task("Question: {text}\nAnswer type:", ("abbreviation", "entity", "description", "human", "location",
+                                                    "number")),
+    "emotion": Task("Message: {text}\nFeeling:", ("sadness", "joy", "love", "anger", "fear", "surprise")),
+    "ag_news": Task("Article: {text}\nTopic:", ("world", "sports", "business", "technology")),
+    "snli": Task("Premise: {text}\nHypothesis: {text_pair}\nRelation:", ("entailment", "neutral", "contradiction")),
+}  # fmt: skip
+
+
+def samples_of(name: str, split: str) -> Samples:
+    """Prompts and completions."""
+    task = TASKS[name]
+    given = load_samples(str(common.need_shared() / "data" / name), split=split)
+    rows = [
+        {
+            "prompt": task.prompt.format(text=row["text"].strip(), text_pair=(row.get("text_pair") or "").strip()),
+            "completion": " " + task.answers[int(row["label"])],
+        }
+        for row in given.rows
+    ]
+    return replace(given, kind="prompt", rows=rows, labels=None, classes=())
+
+
+def tuned(loaded: Loaded, folder: Path, task: str, steps: int) -> Path:
+    """A LoRA on all samples of a task, trained once; its seconds stand beside it."""
+    out = folder / f"{Path(loaded.given).name}-{task}-{steps}"
+    if not out.exists():
+        import peft
+
+        torch.manual_seed(0)
+        model = peft.get_peft_model(loaded.model, peft.LoraConfig(**LORA))
+        data = Pool(samples_of(task, "train"), loaded, max_length=LENGTH)
+        started = time.process_time()
+        protocol = PROTOCOL.model_copy(update={"steps": steps})
+        finetune(model, data, LanguageModel(), protocol, folder=folder / f"training-{out.name}")
+        seconds = time.process_time() - started
+        with staged_folder(out) as stage:
+            model.save_pretrained(stage)
+            (stage / "cost.json").write_text(json.dumps({"cpu": round(seconds, 1)}) + "\n")
+        model.unload()
+        for parameter in loaded.model.parameters():
+            parameter.requires_grad_(True)
+    return out
+
+
+def run_cell(
+    models: tuple[Loaded, Loaded], folder: Path, task: str, count: int, seed: int, steps: int,
+    wanted: dict[str, frontier.Way], known: dict[str, Any], tested: int,
+) -> Any:  # fmt: skip
+    """Every way that is not known yet; yields after each."""
+    A, B = models
+    changes = [load_tuned(str(tuned(loaded, folder, task, steps)), loaded) for loaded in models]
+    test = samples_of(task, "test")
+    test = test.take(range(0, len(test), max(1, len(test) // tested))[:tested])
+    losses: dict[str, float] = {}
+
+    def score(added: TaskVector, scale: float, side: int = 1) -> float:
+        loaded = models[side]
+        batches = Pool(test, loaded, max_length=LENGTH).batches(range(len(test)), 20)
+        with moved_by(loaded.model, added) as at:
+            at(scale)
+            found = evaluate(loaded.model, batches, LanguageModel())
+        losses["last"] = round(found.loss, 3)
+        return round(float(found.right or 0.0), 2)
+
+    if "oracle" not in known:
+        known["target"], known["target loss"] = score(TaskVector({}), 1.0), losses["last"]
+        known["source"] = score(changes[0].tau, 1.0, 0)
+        known["oracle"], known["oracle loss"] = score(changes[1].tau, 1.0), losses["last"]
+        cost = json.loads((tuned(B, folder, task, steps) / "cost.json").read_text())
+        known["oracle cpu"] = cost["cpu"]
+    settings = CalibrationSettings(calibration=task, samples=count, seed=seed, micro_batch=BATCH, max_length=LENGTH)
+    prepared = prepare(settings, A, B, changes[0], samples=samples_of(task, "train"))
+    job = Job.of(A.model, B.model, changes[0].tau, prepared.calibration, prepared.objectives)
+    for _ in frontier.run_ways(job, count, wanted, score, known.setdefault("ways", {})):
+        last = next(reversed(known["ways"]))
+        known["ways"][last]["loss"] = losses["last"]
+        yield
+
+
+def table(cells: dict[str, Any]) -> str:
+    rows = []
+    for key, cell in cells.items():
+        task, source, target, count, _seed = key.split()
+        where = [f"{task}, {source} → {target}", count]
+        rows.append([*where, "target", f"{cell['target']:.1f}", f"{cell['target loss']:.2f}", "", ""])
+        gain = cell["oracle"] - cell["target"]
+        for name in WAYS:
+            way = cell["ways"].get(name, {})
+            if "score" in way:
+                share = f"{100 * (way['score'] - cell['target']) / gain:.0f} %"
+                rows.append(
+                    ["", "", name, f"{way['score']:.1f}", f"{way.get('loss', 0):.2f}", share, f"{way['cpu']:.0f}"]
+                )
+        rows.append(["", "", "LoRA of all samples on the target (oracle)", f"{cell['oracle']:.1f}",
+                     f"{cell['oracle loss']:.2f}", "100 %", f"{cell['oracle cpu']:.0f}"])  # fmt: skip
+    return common.table(["", "N", "way", "right answers", "loss", "share of the oracle's gain", "CPU-seconds"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the models that come with the package, a few steps")
+    parser.add_argument("--json", type=Path, help="write the results here; what it holds already is kept")
+    home = os.environ.get("TASKFERRY_REAL", str(Path.home() / ".cache" / "taskferry-real"))
+    parser.add_argument("--models", type=Path, default=Path(home), help="where the folders of the models are")
+    parser.add_argument("--pairs", nargs="+", type=lambda pair: tuple(pair.split(":")), default=PAIRS, metavar="A:B")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--counts", nargs="+", type=int, default=(100,))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME")
+    parser.add_argument("--shown", action="store_true", help="run nothing: the table of what earlier runs finished")
+    options = parser.parse_args()
+    started = time.time()
+    torch.set_num_threads(1)
+    wanted = {name: WAYS[name] for name in options.ways}
+    steps, tested = PROTOCOL.steps, TEST
+    if options.quick:
+        from taskferry.example import FILES
+
+        options.models, options.pairs, options.tasks = FILES, [("base-a", "base-b")], ["trec"]
+        options.counts, options.seeds, steps, tested = [24], 1, 4, 30
+        wanted = {name: way for name, way in wanted.items() if way.settings.get("steps", 10) == 10}
+    folder = zoo_data.DATA / ("language-quick" if options.quick else "language")
+    folder.mkdir(parents=True, exist_ok=True)
+    cells = frontier.kept(options.json, {})
+    for task, seed, (source, target), count in product(
+        options.tasks, range(options.seeds), options.pairs, options.counts
+    ):
+        if options.shown:
+            break
+        key = f"{task} {source} {target} {count} {seed}"
+        models = tuple(load_model(str(at) if (at := options.models / name).exists() else name)
+                       for name in (source, target))  # fmt: skip
+        known = cells.setdefault(key, {})
+        for _ in run_cell((models[0], models[1]), folder, task, count, seed, steps, wanted, known, tested):
+            frontier.kept(options.json, {key: known})
+            last = next(reversed(known["ways"]))
+            print(key, last, known["ways"][last], f"{time.time() - started:.0f} s", flush=True)
+    cells = {key: cell for key, cell in cells.items() if "oracle" in cell}
+    failures = [
+        f"{key}: {name} is {way['score'] - cell['target']:+.1f} points"
+        for key, cell in cells.items()
+        for name, way in cell["ways"].items()
+        if name in WAYS and WAYS[name].auto and way.get("score", 100.0) < cell["target"] + frontier.WORST
+    ]
+    common.finish(cells, table(cells), options.json, [] if options.quick else failures, started)
+
+
+if __name__ == "__main__":
+    main()
