@@ -81,6 +81,7 @@ def test_the_source_archive_holds_what_it_names(dist: Path) -> None:
     assert tops == {
         "src", "tests", "docs", "examples", "mkdocs.yml", "pyproject.toml", "PKG-INFO", ".gitignore",
         "README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "SECURITY.md", "THREATS.md",
+        "CONTRIBUTING.md", "CODE_OF_CONDUCT.md",
     }  # fmt: skip
 
 
