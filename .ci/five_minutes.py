@@ -2,8 +2,8 @@
 
     python .ci/five_minutes.py [--limit 300]
 
-Every line of its console blocks is run by one shell, in order. Only the checkout's `pip install '.[…]'` is turned into
-the same extras of a wheel that is built first; that build and what pip fetches over the network count as well.
+Every line of its console blocks is run by one shell, in order. Only `pip install 'taskferry[…]'` is turned into the
+same extras of a wheel, built from this checkout first; that build and what pip fetches over the network count as well.
 Fails where a command fails, where all of it takes longer than the limit, or where the loss does not fall.
 """
 
@@ -44,7 +44,9 @@ def main() -> None:
         for line in console(page):
             if line.startswith("pip install"):
                 script += [f"pip install -q {TORCH}"] if TORCH else []
-                line = line.replace("'.[", f"-q '{wheel}[")
+                if "'taskferry[" not in line:
+                    sys.exit(f"docs/start.md: the wheel of this checkout has no place in: {line}")
+                line = line.replace("'taskferry[", f"-q '{wheel}[")
             script += [f'echo "[$SECONDS s]" {shlex.quote("$ " + line)}', line]
         clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
         done = subprocess.run(

@@ -20,6 +20,7 @@ pytest.importorskip("peft")
 pytest.importorskip("datasets")
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+HERE = r"https://github\.com/taskferry/taskferry/(?:blob|raw)/main/"  # files in the README
 FROM_NOTHING = ROOT / "docs" / "start.md"  # .ci/five_minutes.py runs it in a clean environment, against the clock
 
 
@@ -84,6 +85,8 @@ def test_pages_name_only_files_that_exist() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+        for link in re.findall(rf"\]\({HERE}([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (ROOT / link).exists(), f"{page.name}: {link}"
 
 
 @pytest.mark.parametrize(
@@ -98,10 +101,3 @@ def test_the_python_of_the_pages_runs(page: str, made: str, desk: Path, monkeypa
     scope: dict[str, object] = {}
     exec(compile(example, page, "exec"), scope)
     assert made in scope
-
-
-def test_changelog_names_the_version() -> None:
-    from taskferry import __version__
-
-    text = (ROOT / "CHANGELOG.md").read_text()
-    assert "Unreleased" in text or __version__ in text
