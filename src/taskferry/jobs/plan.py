@@ -32,6 +32,7 @@ from taskferry.jobs.machine import Machine
 from taskferry.maths.sums import CrossCovariance
 from taskferry.methods import FOLDS, Cost, Job, Method
 from taskferry.sites.pairing import Pair
+from taskferry.taskvector import LowRank
 from taskferry.training.refinement import STAGE, Refinement
 
 TRIAL = 1.5  # seconds that a trial may take, roughly
@@ -45,6 +46,7 @@ class _Trial:
     seconds: float
     share: float
     whole: float
+    samples: int
     graph: list[int] = field(default_factory=lambda: [0, 0])  # bytes that autograd keeps, of each model
 
 
@@ -63,12 +65,28 @@ def plan_job(
     left_out = {} if job.every_site else unchanged(job.pair.pairs, job.tau.deltas.keys())
     if isinstance(job.pair, BlockPair):
         return plan_blocks(job.pair, job.pair.wanted(left_out), cost)
-    trained = 0.0 if refinement is None else refinement.passes(job.pair.calibration, job.pair.objectives)
-    return plan_whole(job.pair, job.pair.wanted(left_out), cost, trained)
+    pairs = job.pair.wanted(left_out)
+    return plan_whole(job.pair, pairs, cost, None if refinement is None else _trained(job, pairs, refinement))
 
 
-def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost, trained: float = 0.0) -> Plan:
-    """From sizes, a trial and a second of measurement; `trained` are passes of the target over its samples."""
+@dataclass(frozen=True)
+class _Trained:
+    """What a refinement takes."""
+
+    passes: float  # of the target over its samples, with gradients
+    size: int  # samples a step
+    numbers: int  # that learn
+
+
+def _trained(job: Job, pairs: list[Pair], refinement: Refinement) -> _Trained:
+    heads, samples = job.pair.objectives, job.calibration
+    shapes = [(job.tau.deltas.get(p.source.weight), p.target.shape) for p in pairs]
+    learn = [d.rank * sum(shape) if isinstance(d, LowRank) else shape[0] * shape[1] for d, shape in shapes]
+    return _Trained(refinement.passes(samples, heads), min(refinement.size(heads), samples.samples), sum(learn))
+
+
+def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost, trained: _Trained | None = None) -> Plan:
+    """From sizes, a trial and a second of measurement."""
     source, target = pair.source, pair.target
     machine = Machine.of(device_of(target).type)
     trial = _trial(source, target, pairs, pair.calibration)
@@ -91,16 +109,24 @@ def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost, trained: float = 
         tokens=max((rows for rows, _, _ in maps), default=0),
         statistics_bytes=held,
         weights_bytes=weights,
-        memory_bytes=now + _working_memory(trial, maps, min(held, memory)),
+        memory_bytes=now + max(_working_memory(trial, maps, min(held, memory)), _training_memory(trial, trained)),
         stages={
             "capture": cost.captures * (groups * passes + products / machine.product),
             "solve": sum(machine.solving_seconds(cost, *each) for each in maps),
             "apply": (cost.rough + versions) * moving / machine.product,
             "hash": weights / machine.hashing,
             "scale": cost.evaluations * 0.25 * passes,  # a forward pass of the target: half of its half
-            STAGE: trained * 0.75 * passes,  # forward, and back to both inputs and weights
+            # Forward, and back to both inputs and weights.
+            **({} if trained is None else {STAGE: trained.passes * 0.75 * passes}),
         },
     )
+
+
+def _training_memory(trial: _Trial, trained: _Trained | None) -> int:
+    """The graph of a step, and what learns six times: base, weights, gradient, two means of AdamW, the best so far."""
+    if trained is None:
+        return 0
+    return int(trial.graph[1] / trial.samples * trained.size + 6 * 4 * trained.numbers)
 
 
 def _trial(source: nn.Module, target: nn.Module, pairs: list[Pair], calibration: Calibration) -> _Trial:
@@ -111,7 +137,7 @@ def _trial(source: nn.Module, target: nn.Module, pairs: list[Pair], calibration:
     def run(count: int) -> _Trial:
         some = (first_A.take(range(count)), first_B.take(range(count)))
         share, whole = sizes[0] / size(some[1]), sum(sizes) / size(some[1])
-        found = _Trial(Statistics(), 0.0, share, whole)
+        found = _Trial(Statistics(), 0.0, share, whole, count)
         sides = []
         for i, model in enumerate((source, target)):
             loss = objective.bind(model, [some[i]])
