@@ -13,6 +13,7 @@ from taskferry.cli.screen import Screen
 from taskferry.engines.ranks import rank_and_size
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.transfer import transfer
+from taskferry.methods.registry import FEW
 from taskferry.settings import load_settings
 
 
@@ -34,7 +35,10 @@ def run(
     if outcome.written is None:
         screen.verdict(outcome, "try more samples, another objective, or --scale 1 to write it all the same")
         raise typer.Exit(3)
-    screen.verdict(outcome, f"evaluate {settings.out} on your own data before you use it")
+    after = f"evaluate {settings.out} on your own data before you use it"
+    if not settings.refine and settings.engine_name == "whole" and len(outcome.record["calibration"]["indices"]) >= FEW:
+        after += "; --refine 100 would train it on, towards the tuned source and without labels"
+    screen.verdict(outcome, after)
 
 
 def command_line() -> str:
