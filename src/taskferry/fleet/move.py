@@ -123,7 +123,7 @@ def _write(
                 opened.alignment,
                 opened.table,
                 moved,
-                like.ignored,
+                like,
                 made_from=read.made_from,
                 holds=_digest(_hashes(stage)),
             )

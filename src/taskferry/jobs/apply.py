@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from taskferry.alignment import Alignment
-from taskferry.checkpoints import Loaded, Skeleton, Tuned, is_adapter, load_model, load_tuned, read_adapter
+from taskferry.checkpoints import Adapter, Loaded, Skeleton, Tuned, is_adapter, load_model, load_tuned, read_adapter
 from taskferry.disk.files import hash_parameters
 from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
 from taskferry.jobs.output import in_form, output_kind, write_output
 from taskferry.jobs.record import Outcome, applied, make_record, summary
+from taskferry.jobs.spectrum import energy_moved
 from taskferry.settings import ApplySettings
 from taskferry.taskvector import TaskVector
 
@@ -41,7 +42,7 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
         target = target_skeleton(alignment)
     final, cut = in_form(settings, kind, settings.scale * moved)
     table = alignment.table()
-    record = apply_record(command, settings, inputs.hashes(), alignment, table, moved, tuned.ignored, **cut)
+    record = apply_record(command, settings, inputs.hashes(), alignment, table, moved, tuned, **cut)
     write_output(settings, kind, final, target, tuned.adapter, record, inputs)
     return Outcome(record, settings.out)
 
@@ -53,7 +54,7 @@ def apply_record(
     alignment: Alignment,
     table: Sequence[Mapping[str, Any]],
     moved: TaskVector,
-    ignored: Mapping[str, str],
+    tuned: Tuned | Adapter,
     **more: Any,
 ) -> dict[str, Any]:
     """The record of one applied change, alone or in a fleet; `table` is the alignment's, made once for all."""
@@ -62,10 +63,10 @@ def apply_record(
         settings,
         inputs,
         moved,
-        verdict=applied(moved, settings.scale),
+        verdict=applied(moved, settings.scale, energy_moved(tuned.tau, moved)),
         provenance=alignment.provenance,
         sites=table,
-        ignored=ignored,
+        ignored=tuned.ignored,
         **more,
     )
 

@@ -19,6 +19,7 @@ from taskferry.training.refinement import Refined
 from taskferry.version import __version__
 
 RECORD = "taskferry.json"
+LEAST_SHARE = 0.005  # of a change, that is spoken of
 
 
 class Reporter:
@@ -56,8 +57,10 @@ class Outcome:
         return panel(title, facts, ("coverage",), rows[:ROWS], len(rows) - len(rows[:ROWS]))
 
 
-def verdict(curve: ScaleCurve, moved: TaskVector, refined: Refined | None = None) -> dict[str, Any]:
-    """What moved, at which scale, what the loss says, and what a refinement did."""
+def verdict(
+    curve: ScaleCurve, moved: TaskVector, refined: Refined | None = None, energy: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What moved, at which scale, what the loss says, how much of the change that is, and what a refinement did."""
     before, after = curve.loss(0.0), curve.loss(curve.best)
     count = len(moved.coverage.moved()) if moved.coverage else len(moved)
     total = len(moved.coverage.rows) if moved.coverage else len(moved)
@@ -75,6 +78,7 @@ def verdict(curve: ScaleCurve, moved: TaskVector, refined: Refined | None = None
             f"{count} of {total} parameters moved at scale {curve.best:.3g}; "
             f"the calibration loss went {change} from {before:.4g} to {after:.4g}{on}."
         )
+        sentence += left_behind(energy)
         if curve.doubtful:
             sentence += " One part of the samples says the opposite: with so few it is uncertain, evaluate it."
     if refined is not None:
@@ -88,15 +92,25 @@ def verdict(curve: ScaleCurve, moved: TaskVector, refined: Refined | None = None
         "uncertain": curve.doubtful,
         "moved": count,
         "of": total,
+        **({"energy": dict(energy)} if energy else {}),
     }
 
 
-def applied(moved: TaskVector, scale: float) -> dict[str, Any]:
+def applied(moved: TaskVector, scale: float, energy: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The verdict where no loss was looked at."""
     count = len(moved.coverage.moved()) if moved.coverage else len(moved)
     total = len(moved.coverage.rows) if moved.coverage else len(moved)
     sentence = f"{count} of {total} parameters moved at scale {scale:g}; the loss was not looked at."
-    return {"sentence": sentence, "scale": scale, "moved": count, "of": total}
+    told = {"energy": dict(energy)} if energy else {}
+    return {"sentence": sentence + left_behind(energy), "scale": scale, "moved": count, "of": total, **told}
+
+
+def left_behind(energy: Mapping[str, Any] | None) -> str:
+    """A sentence where a share of the change that can be seen found no place; a count of parameters would hide it."""
+    share = 1.0 - energy["moved"] if energy else 0.0
+    if energy is None or share < LEAST_SHARE:
+        return ""
+    return f" {100 * share:.0f} % of the change (‖τ‖²) stayed behind, most of it in {next(iter(energy['stayed']))}."
 
 
 def make_record(
