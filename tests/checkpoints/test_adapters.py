@@ -124,8 +124,57 @@ def configured(lora: Path, folder: Path, **more: object) -> Path:
     return folder
 
 
-def moved(world: Path, tuned: Path, out: Path, code: int = 0) -> Ran:
+def moved(
+    world: Path, tuned: Path | str, out: Path, code: int = 0, more: tuple[object, ...] = (), **environment: str
+) -> Ran:
     """The adapter from the small encoder to the wide one."""
     return taskferry("transfer", "--source-base", world / "bert", "--source-tuned", tuned, "--target-base",
-                     world / "wide", "--calibration", world / "texts.jsonl", "--scale", 1, "--out", out,
-                     code=code)  # fmt: skip
+                     world / "wide", "--calibration", world / "texts.jsonl", "--scale", 1, "--out", out, *more,
+                     code=code, **environment)  # fmt: skip
+
+
+def test_the_hub_id_of_an_adapter(world: Path, tmp_path: Path) -> None:
+    """Out of a cache as huggingface_hub lays it out: snapshots of links to blobs, and names of revisions."""
+    other = folders.lora(world / "head", tmp_path / "other", ["query"], seed=3, task_type="SEQ_CLS")
+    cached(tmp_path / "hub", "me/my-lora", {"main": world / "lora", "v2": other})
+    hub = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    found = {}
+    for name, given in (("main", world / "lora"), ("v2", "me/my-lora@v2"), ("folder", other)):
+        moved(world, given, tmp_path / name, **(hub if name == "v2" else {}))
+        found[name] = load_file(tmp_path / name / "adapter_model.safetensors")
+        record = json.loads((tmp_path / name / "taskferry.json").read_text())
+        assert record["settings"]["source_tuned"] == str(given)
+        assert "adapter_model.safetensors" in record["inputs"]["source_tuned"]
+    assert all(torch.equal(found["v2"][key], value) for key, value in found["folder"].items())
+    assert not all(torch.equal(found["main"][key], value) for key, value in found["folder"].items())
+    ran = taskferry("inspect", "me/my-lora", **hub)
+    assert "LORA adapter of rank 4" in ran.out
+    ran = moved(world, "me/nothing", tmp_path / "none", code=2, **hub)
+    assert "me/nothing is neither a folder nor a model that the hub gives" in ran.err
+
+
+def test_the_hub_id_of_an_adapter_through_saved_maps_and_block_by_block(world: Path, tmp_path: Path) -> None:
+    cached(tmp_path / "hub", "me/my-lora", {"main": world / "lora"})
+    hub = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    taskferry("fit", "--source-base", world / "bert", "--target-base", world / "wide", "--calibration",
+              world / "texts.jsonl", "--method", "bico", "--out", tmp_path / "maps")  # fmt: skip
+    for given, out in (("me/my-lora", "hub-applied"), (world / "lora", "applied")):
+        taskferry("apply", tmp_path / "maps", given, "--target-base", world / "wide", "--out", tmp_path / out,
+                  **(hub if out == "hub-applied" else {}))  # fmt: skip
+    one, two = (load_file(tmp_path / out / "adapter_model.safetensors") for out in ("hub-applied", "applied"))
+    assert all(torch.equal(one[key], value) for key, value in two.items())
+    moved(world, "me/my-lora", tmp_path / "blocks", more=("--engine", "blockwise"), **hub)
+
+
+def cached(cache: Path, name: str, revisions: dict[str, Path]) -> None:
+    """Folders as revisions of a repository in a cache of the hub."""
+    home = cache / f"models--{name.replace('/', '--')}"
+    for number, (revision, folder) in enumerate(revisions.items()):
+        commit = f"{number}" * 40
+        snapshot = home / "snapshots" / commit
+        for path in (snapshot, home / "blobs", home / "refs"):
+            path.mkdir(parents=True, exist_ok=True)
+        (home / "refs" / revision).write_text(commit)
+        for file in folder.iterdir():
+            shutil.copyfile(file, home / "blobs" / f"{number}-{file.name}")
+            (snapshot / file.name).symlink_to(Path("../../blobs") / f"{number}-{file.name}")

@@ -88,8 +88,11 @@ def load_pair(source: str, target: str, device: str) -> tuple[Loaded, Loaded]:
 
 
 def load_tuned(given: str, base: Loaded) -> Tuned:
-    """τ of a tuned model, a PEFT LoRA adapter, a state file or a saved task vector, on the given base."""
-    path = Path(given)
+    """τ of a tuned model, a PEFT LoRA adapter, a state file or a saved task vector, on the given base.
+
+    The first two are a folder or a hub id: only what the hub gives says which.
+    """
+    path = Path(resolve(given))
     if is_adapter(path):
         adapter = read_adapter(path, Skeleton.of(base.model))
         return Tuned(adapter.tau, adapter, adapter.ignored, given)

@@ -8,6 +8,7 @@ from typing import Any
 
 from taskferry.alignment import Alignment
 from taskferry.checkpoints import Adapter, Loaded, Skeleton, Tuned, is_adapter, load_model, load_tuned, read_adapter
+from taskferry.checkpoints.models import resolve
 from taskferry.disk.files import hash_parameters
 from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import check_free
@@ -25,9 +26,10 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
     bases = {side: getattr(settings, side) for side in ("source_base", "target_base")}
     # The name of a base in an adapter need not be there.
     there = {side: given for side, given in bases.items() if given is not None and Path(given).exists()}
-    inputs = Inputs(alignment=settings.alignment, source_tuned=settings.source_tuned, **there)
+    found = Path(resolve(settings.source_tuned))
+    inputs = Inputs(alignment=settings.alignment, source_tuned=found, **there)
     alignment = Alignment.load(settings.alignment)
-    tuned = _tuned_for(settings, alignment)
+    tuned = _tuned_for(settings, found, alignment)
     kind = output_kind(settings, tuned.adapter)
     moved = alignment.apply(tuned.tau)
     if not len(moved):
@@ -92,8 +94,7 @@ def target_skeleton(alignment: Alignment) -> Skeleton:
     return Skeleton.from_sites(alignment.target_parameters, [pair.target for pair in alignment.pairs], prefix)
 
 
-def _tuned_for(settings: ApplySettings, alignment: Alignment) -> Tuned:
-    path = Path(settings.source_tuned)
+def _tuned_for(settings: ApplySettings, path: Path, alignment: Alignment) -> Tuned:
     if is_adapter(path):
         adapter = read_adapter(path, source_skeleton(alignment))
         return Tuned(adapter.tau, adapter, adapter.ignored)
