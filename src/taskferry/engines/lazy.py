@@ -48,8 +48,8 @@ class LazyModel:
             unknown = (n for n in self.shapes if not any(k.endswith(n) or n.endswith(k) for k in self.files))
             lost = next(unknown, next(iter(self.shapes), ""))
             raise TaskferryError(
-                f"{given} cannot be walked block by block: its files call '{lost}' by another name; save it again with "
-                "save_pretrained, or use the engine 'whole'"
+                f"{given} cannot be walked block by block: its files call '{lost}' by another name; "
+                "use the engine 'whole'"
             ) from error
 
         for module in self.model.modules():  # rotary tables and the like: all that the skeleton holds itself
