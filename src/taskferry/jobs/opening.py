@@ -108,7 +108,8 @@ def _on_disk(settings: MethodSettings, scratch: Path, work: Work, inputs: Inputs
         adapter = read_adapter(folder, Skeleton.of(source.model))
         tuned = Tuned(adapter.tau, adapter, adapter.ignored, given)
     else:
-        tuned = Tuned(TaskVector(Difference(source, _lazy(given, "cpu"))), given=given)
+        difference = Difference(source, _lazy(given, "cpu"))
+        tuned = Tuned(TaskVector(difference), ignored=difference.left_out, given=given)
     prepared = prepare(settings, source.loaded(), target.loaded(), None)
     pair = BlockPair(source, target, prepared.calibration, prepared.objectives, scratch=scratch, work=work)
     return Opened(pair, target, tuned, prepared, inputs)

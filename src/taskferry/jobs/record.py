@@ -127,6 +127,8 @@ def make_record(
 ) -> dict[str, Any]:
     """The one record of every output, whatever job made it: what `inspect`, `report` and `push` read."""
     coverage = moved.coverage or Coverage(())
+    # What a fine-tune brings beside changes of its base has found no place either.
+    coverage = Coverage(coverage.rows, {**coverage.unused, **ignored})
     return {
         "taskferry": __version__,
         "command": command,
