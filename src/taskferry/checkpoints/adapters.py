@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from taskferry.checkpoints.adapter_config import CONFIG, read_config
 from taskferry.checkpoints.folders import check_inside
+from taskferry.checkpoints.huggingface import older_names
 from taskferry.checkpoints.patterns import Patterns
 from taskferry.checkpoints.states import read_state
 from taskferry.disk.files import not_finite, write_plain_safetensors
@@ -42,12 +44,14 @@ class Skeleton:
     linear: frozenset[str]  # weights of linear modules
     transposed: frozenset[str]  # those of them that are stored as [in, out]
     prefix: str = ""  # what the model is called inside a model with a head ("bert")
+    older: Callable[[str], str] | None = None  # from names of older releases to those of `parameters`
 
     @classmethod
     def of(cls, model: nn.Module) -> Skeleton:
         """The skeleton of a model."""
         parameters = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        return cls.from_sites(parameters, find_sites(model), str(getattr(model, "base_model_prefix", "")))
+        known = cls.from_sites(parameters, find_sites(model), str(getattr(model, "base_model_prefix", "")))
+        return replace(known, older=older_names(model))
 
     @classmethod
     def from_sites(cls, parameters: Mapping[str, tuple[int, ...]], sites: Iterable[Site], prefix: str) -> Skeleton:
@@ -95,10 +99,7 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
             ignored[name] = _why_ignored(name)
     if not factors:
         raise TaskferryError(f"{folder}: no LoRA factors in {weights.name}")
-    try:
-        names = match_names([f"{module}.weight" for module in factors], base.parameters)
-    except TaskferryError as error:
-        raise TaskferryError(f"{folder} was made on another base model: {error}") from error
+    factors, names = _matched(folder, factors, base)
     deltas: dict[str, Delta] = {}
     for module, sides in factors.items():
         name = names[f"{module}.weight"]
@@ -169,6 +170,20 @@ def write_adapter(
     }
     write_plain_safetensors(folder / WEIGHTS, tensors)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _matched(
+    folder: Path, factors: dict[str, dict[str, Tensor]], base: Skeleton
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
+    """The factors, and the base's name of the weight of each module; by names of older releases where new ones fail."""
+    try:
+        return factors, match_names([f"{module}.weight" for module in factors], base.parameters)
+    except TaskferryError as error:
+        if base.older is not None:
+            renamed = {base.older(f"{module}.weight").removesuffix(".weight"): f for module, f in factors.items()}
+            with suppress(TaskferryError):
+                return renamed, match_names([f"{module}.weight" for module in renamed], base.parameters)
+        raise TaskferryError(f"{folder} was made on another base model: {error}") from error
 
 
 def _change(folder: Path, module: str, sides: Mapping[str, Tensor], rank: int, alpha: float, by_root: bool) -> LowRank:
