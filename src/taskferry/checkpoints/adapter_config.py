@@ -60,8 +60,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / CONFIG)
     if config.get("peft_type") != "LORA":
         raise TaskferryError(
-            f"{folder} is an adapter of type {config.get('peft_type')}: only LoRA can be moved; merge it into its base "
-            "first"
+            f"{folder} is an adapter of type {config.get('peft_type')}, and only a LoRA can be moved without its base "
+            "in memory: convert it with PEFT (save_as_lora), or merge it into its base and give the merged model"
         )
     if config.get("use_dora"):
         raise TaskferryError(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from taskferry.checkpoints import huggingface, openclip, timm
 from taskferry.checkpoints.adapters import Adapter, Skeleton, is_adapter, read_adapter
+from taskferry.checkpoints.conversion import is_lora, read_converted
 from taskferry.checkpoints.loaded import Loaded, to_device
 from taskferry.checkpoints.states import is_state_file, read_state
 from taskferry.checkpoints.vocabulary import resized
@@ -95,7 +96,8 @@ def load_tuned(given: str, base: Loaded) -> Tuned:
     """
     path = Path(resolve(given))
     if is_adapter(path):
-        adapter = read_adapter(path, Skeleton.of(base.model))
+        lora = is_lora(path)
+        adapter = read_adapter(path, Skeleton.of(base.model)) if lora else read_converted(path, base.model)
         return Tuned(adapter.tau, adapter, adapter.ignored, given)
     if path.is_file():
         if path.suffix == ".safetensors" and is_task_vector(path):
