@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from taskferry import TaskferryError
 from taskferry.checkpoints import Skeleton, load_model, load_tuned, read_adapter
 from tests.helpers import folders
-from tests.helpers.command import taskferry
+from tests.helpers.command import Ran, taskferry
 from tests.helpers.tiny import hf
 
 transformers = pytest.importorskip("transformers")
@@ -74,3 +74,107 @@ def test_heads_of_the_tuned_model_may_differ(world: Path, tmp_path: Path) -> Non
     found = load_tuned(str(tmp_path / "tuned"), load_model(str(tmp_path / "base")))
     assert list(found.tau.deltas) == ["bert.encoder.layer.0.output.dense.weight"]
     assert any("classifier" in name for name in found.ignored)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "way"),
+    [
+        ("alora_invocation_tokens", [5, 6], "train it as a plain LoRA"),
+        ("layer_replication", [[0, 2], [1, 2]], "as a base of its own"),
+        ("lora_bias", True, "merge it"),
+        ("target_parameters", ["mlp.experts.gate_up_proj"], "merge it"),
+        ("trainable_token_indices", [1, 2], "merge it"),
+        ("megatron_config", {"hidden_size": 16}, "convert it"),
+        ("arrow_config", {"top_k": 3}, "move each"),
+        ("setting_of_tomorrow", {"way": "other"}, "set it to null if it does not"),
+    ],
+)
+def test_settings_that_change_what_an_adapter_computes_are_refused(
+    key: str, value: object, way: str, world: Path, tmp_path: Path
+) -> None:
+    bad = configured(world / "lora", tmp_path / "bad", **{key: value})
+    ran = moved(world, bad, tmp_path / "out", code=2)
+    assert f"adapter_config.json sets {key}" in ran.err
+    assert way in ran.err
+    assert "Traceback" not in ran.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_activated_lora_as_peft_writes_it_is_refused(tmp_path: Path, world: Path) -> None:
+    """Always on, it would be another model."""
+    folders.causal(tmp_path / "a", "LlamaForCausalLM", 16, 2, 1)
+    folders.lora(tmp_path / "a", tmp_path / "lora", ["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6])
+    ran = taskferry("transfer", "--source-base", tmp_path / "a", "--source-tuned", tmp_path / "lora", "--target-base",
+                    tmp_path / "a", "--calibration", world / "texts.jsonl", "--out", tmp_path / "out",
+                    code=2)  # fmt: skip
+    assert "sets alora_invocation_tokens" in ran.err
+
+
+def test_settings_that_change_nothing_are_no_obstacle(world: Path, tmp_path: Path) -> None:
+    more = {"exclude_modules": ["key"], "lora_dropout": 0.1, "velora_config": {"scale": 1.0}, "peft_version": "9.9",
+            "eva_config": {"rho": 2.0}, "setting_of_tomorrow": None, "another_of_tomorrow": False}  # fmt: skip
+    moved(world, configured(world / "lora", tmp_path / "good", **more), tmp_path / "out")
+
+
+def configured(lora: Path, folder: Path, **more: object) -> Path:
+    """The adapter with other settings."""
+    shutil.copytree(lora, folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, **more}))
+    return folder
+
+
+def moved(
+    world: Path, tuned: Path | str, out: Path, code: int = 0, more: tuple[object, ...] = (), **environment: str
+) -> Ran:
+    """The adapter from the small encoder to the wide one."""
+    return taskferry("transfer", "--source-base", world / "bert", "--source-tuned", tuned, "--target-base",
+                     world / "wide", "--calibration", world / "texts.jsonl", "--scale", 1, "--out", out, *more,
+                     code=code, **environment)  # fmt: skip
+
+
+def test_the_hub_id_of_an_adapter(world: Path, tmp_path: Path) -> None:
+    """Out of a cache as huggingface_hub lays it out: snapshots of links to blobs, and names of revisions."""
+    other = folders.lora(world / "head", tmp_path / "other", ["query"], seed=3, task_type="SEQ_CLS")
+    cached(tmp_path / "hub", "me/my-lora", {"main": world / "lora", "v2": other})
+    hub = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    found = {}
+    for name, given in (("main", world / "lora"), ("v2", "me/my-lora@v2"), ("folder", other)):
+        moved(world, given, tmp_path / name, **(hub if name == "v2" else {}))
+        found[name] = load_file(tmp_path / name / "adapter_model.safetensors")
+        record = json.loads((tmp_path / name / "taskferry.json").read_text())
+        assert record["settings"]["source_tuned"] == str(given)
+        assert "adapter_model.safetensors" in record["inputs"]["source_tuned"]
+    assert all(torch.equal(found["v2"][key], value) for key, value in found["folder"].items())
+    assert not all(torch.equal(found["main"][key], value) for key, value in found["folder"].items())
+    ran = taskferry("inspect", "me/my-lora", **hub)
+    assert "LORA adapter of rank 4" in ran.out
+    ran = moved(world, "me/nothing", tmp_path / "none", code=2, **hub)
+    assert "me/nothing is neither a folder nor a model that the hub gives" in ran.err
+
+
+def test_the_hub_id_of_an_adapter_through_saved_maps_and_block_by_block(world: Path, tmp_path: Path) -> None:
+    cached(tmp_path / "hub", "me/my-lora", {"main": world / "lora"})
+    hub = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    taskferry("fit", "--source-base", world / "bert", "--target-base", world / "wide", "--calibration",
+              world / "texts.jsonl", "--method", "bico", "--out", tmp_path / "maps")  # fmt: skip
+    for given, out in (("me/my-lora", "hub-applied"), (world / "lora", "applied")):
+        taskferry("apply", tmp_path / "maps", given, "--target-base", world / "wide", "--out", tmp_path / out,
+                  **(hub if out == "hub-applied" else {}))  # fmt: skip
+    one, two = (load_file(tmp_path / out / "adapter_model.safetensors") for out in ("hub-applied", "applied"))
+    assert all(torch.equal(one[key], value) for key, value in two.items())
+    moved(world, "me/my-lora", tmp_path / "blocks", more=("--engine", "blockwise"), **hub)
+
+
+def cached(cache: Path, name: str, revisions: dict[str, Path]) -> None:
+    """Folders as revisions of a repository in a cache of the hub."""
+    home = cache / f"models--{name.replace('/', '--')}"
+    for number, (revision, folder) in enumerate(revisions.items()):
+        commit = f"{number}" * 40
+        snapshot = home / "snapshots" / commit
+        for path in (snapshot, home / "blobs", home / "refs"):
+            path.mkdir(parents=True, exist_ok=True)
+        (home / "refs" / revision).write_text(commit)
+        for file in folder.iterdir():
+            shutil.copyfile(file, home / "blobs" / f"{number}-{file.name}")
+            (snapshot / file.name).symlink_to(Path("../../blobs") / f"{number}-{file.name}")

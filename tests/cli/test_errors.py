@@ -136,7 +136,7 @@ def test_files_that_are_not_what_they_say(world: Path, tmp_path: Path) -> None:
     ("change", "word"),
     [
         ({"use_dora": True}, "DoRA"),
-        ({"peft_type": "IA3"}, "only LoRA can be moved"),
+        ({"peft_type": "IA3"}, "merge it into its base"),
         ({"r": 0}, "a positive number is needed"),
         ({"lora_alpha": -1}, "a positive number is needed"),
     ],

@@ -107,6 +107,7 @@ def test_the_page_of_a_transfer_has_the_numbers_of_its_record(world: Path, brows
             "Scale": verdict["scale"],
             "Parameters moved": verdict["moved"],
             "Numbers moved": moved / sum(numbers.values()),
+            "Change moved": verdict["energy"]["moved"],
             "Samples": 12,
         }
 

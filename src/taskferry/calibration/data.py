@@ -4,6 +4,7 @@
     >>> samples.kind, samples.labels, samples.classes
 
 Columns say what the samples are: `image`; `messages`; `prompt` with `completion`; `text` with `text_pair`; and `label`.
+Other forms of chats, prompts and pairs are brought to these: see `forms`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from taskferry.calibration.bounds import check_data_file, open_picture
+from taskferry.calibration.forms import Kind, unified
 from taskferry.disk.files import MOST_JSON, writing
 from taskferry.disk.temporary import sweep, temporary_folder
 from taskferry.errors import TaskferryError
-
-Kind = Literal["image", "messages", "prompt", "text"]
 
 CACHE = "taskferry-data"  # where the datasets library keeps what it makes of a file, while it is read
 MOST_CLASSES = 100_000  # a head has a row for each
@@ -81,30 +81,23 @@ def load_samples(
         dataset = _load(given, str(cache), split, config)
     dataset = dataset.rename_columns({old: new for old, new in (columns or {}).items() if old in dataset.column_names})
     present = list(dataset.column_names)
-    kind: Kind
-    if "image" in present:
-        kind = "image"
-    elif "messages" in present:
-        kind = "messages"
-    elif "prompt" in present:
-        kind = "prompt"
-    elif "text" in present:
-        kind = "text"
-    else:
-        raise TaskferryError(
-            f"{given} has the columns {', '.join(present)}: one of image, messages, prompt or text is needed"
-        )
     if label_column != "label" and label_column not in present:
         raise TaskferryError(f"{given} has no column '{label_column}', it has {', '.join(present)}")
-    if kind == "image" and type(dataset.features["image"]).__name__ == "Image":
+    if "image" in present and type(dataset.features["image"]).__name__ == "Image":
         # Decoded pictures of a whole data set would fill the memory: each is decoded when it is used.
         dataset = dataset.cast_column("image", type(dataset.features["image"])(decode=False))
     try:
         rows = [dict(row) for row in dataset]
     except Exception as error:  # texts that are no text are found when they are looked at
         raise TaskferryError(f"{given} cannot be read: {_line(error)}") from error
+    kind, rows = unified(rows, given)
     if len(rows) < 2:
         raise TaskferryError(f"{given} has {len(rows)} sample(s): about a hundred are needed, two at the very least")
+    if kind is None:
+        raise TaskferryError(
+            f"{given} has the columns {', '.join(present)}: one of image, messages, conversations, prompt, chosen, "
+            "instruction with output, or text is needed"
+        )
     if kind == "image" and Path(given).exists():
         _check_paths(given, rows)
     beside = _classes_beside(Path(given))

@@ -11,26 +11,27 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from taskferry.checkpoints.adapter_config import CONFIG, read_config
 from taskferry.checkpoints.folders import check_inside
-from taskferry.checkpoints.patterns import Patterns, is_positive
+from taskferry.checkpoints.huggingface import older_names
+from taskferry.checkpoints.patterns import Patterns
 from taskferry.checkpoints.states import read_state
-from taskferry.disk.files import not_finite, read_json, write_plain_safetensors
+from taskferry.disk.files import not_finite, write_plain_safetensors
 from taskferry.errors import TaskferryError
 from taskferry.sites.discovery import find_sites
 from taskferry.sites.site import Site
 from taskferry.taskvector import Delta, LowRank, TaskVector, match_names
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-REBASING = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that rewrite the base
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 
@@ -43,12 +44,14 @@ class Skeleton:
     linear: frozenset[str]  # weights of linear modules
     transposed: frozenset[str]  # those of them that are stored as [in, out]
     prefix: str = ""  # what the model is called inside a model with a head ("bert")
+    older: Callable[[str], str] | None = None  # from names of older releases to those of `parameters`
 
     @classmethod
     def of(cls, model: nn.Module) -> Skeleton:
         """The skeleton of a model."""
         parameters = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        return cls.from_sites(parameters, find_sites(model), str(getattr(model, "base_model_prefix", "")))
+        known = cls.from_sites(parameters, find_sites(model), str(getattr(model, "base_model_prefix", "")))
+        return replace(known, older=older_names(model))
 
     @classmethod
     def from_sites(cls, parameters: Mapping[str, tuple[int, ...]], sites: Iterable[Site], prefix: str) -> Skeleton:
@@ -80,7 +83,7 @@ def is_adapter(path: Path) -> bool:
 
 def read_adapter(folder: Path, base: Skeleton) -> Adapter:
     """τ = s B A with s = α / r, or α / √r for rsLoRA; ranks and α by module as PEFT reads them."""
-    config = _read_config(folder)
+    config = read_config(folder)
     alphas, ranks = (Patterns(folder, name, config.get(name)) for name in ("alpha_pattern", "rank_pattern"))
     weights = next((folder / n for n in (WEIGHTS, "adapter_model.bin") if (folder / n).is_file()), folder / WEIGHTS)
     if weights.is_symlink():
@@ -96,10 +99,7 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
             ignored[name] = _why_ignored(name)
     if not factors:
         raise TaskferryError(f"{folder}: no LoRA factors in {weights.name}")
-    try:
-        names = match_names([f"{module}.weight" for module in factors], base.parameters)
-    except TaskferryError as error:
-        raise TaskferryError(f"{folder} was made on another base model: {error}") from error
+    factors, names = _matched(folder, factors, base)
     deltas: dict[str, Delta] = {}
     for module, sides in factors.items():
         name = names[f"{module}.weight"]
@@ -172,28 +172,18 @@ def write_adapter(
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    config = read_json(folder / CONFIG)
-    if config.get("peft_type") != "LORA":
-        raise TaskferryError(
-            f"{folder} is an adapter of type {config.get('peft_type')}: only LoRA can be moved; merge it into its base "
-            "first"
-        )
-    if config.get("use_dora"):
-        raise TaskferryError(
-            f"{folder} is a DoRA adapter: its magnitudes rescale the base's own weights, so it is no low-rank change; "
-            "merge it into its base and move the full fine-tune"
-        )
-    start = str(config.get("init_lora_weights")).lower()
-    if start.startswith(REBASING) or config.get("loftq_config"):
-        raise TaskferryError(
-            f"{folder} was initialised with {start}, which changes the base's own weights, so its factors are no "
-            "change of the base; convert it to a plain LoRA with PEFT, or merge it and move the full fine-tune"
-        )
-    for name, kinds in (("r", int), ("lora_alpha", (int, float))):
-        if not is_positive(config.get(name), kinds):
-            raise TaskferryError(f"{folder / CONFIG}: {name} is {config.get(name)!r}, a positive number is needed")
-    return config
+def _matched(
+    folder: Path, factors: dict[str, dict[str, Tensor]], base: Skeleton
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
+    """The factors, and the base's name of the weight of each module; by names of older releases where new ones fail."""
+    try:
+        return factors, match_names([f"{module}.weight" for module in factors], base.parameters)
+    except TaskferryError as error:
+        if base.older is not None:
+            renamed = {base.older(f"{module}.weight").removesuffix(".weight"): f for module, f in factors.items()}
+            with suppress(TaskferryError):
+                return renamed, match_names([f"{module}.weight" for module in renamed], base.parameters)
+        raise TaskferryError(f"{folder} was made on another base model: {error}") from error
 
 
 def _change(folder: Path, module: str, sides: Mapping[str, Tensor], rank: int, alpha: float, by_root: bool) -> LowRank:

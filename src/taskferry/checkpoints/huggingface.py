@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,23 @@ def skeleton(folder: Path) -> tuple[nn.Module, torch.dtype]:
     except Exception as error:  # as in loading
         raise TaskferryError(f"{folder} does not load as {cls.__name__}: {_line(error)}") from error
     return model.float().eval().requires_grad_(False), stored
+
+
+def older_names(model: nn.Module) -> Callable[[str], str] | None:
+    """From a parameter's name in files of older releases of transformers to the name in this model, as it loads them.
+
+    None where transformers has no such table, or the model is not its own.
+    """
+    if not hasattr(model, "config"):
+        return None
+    try:
+        transforms = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+        loading = importlib.import_module("transformers.core_model_loading")
+        renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
+        rename = loading.rename_source_key
+    except (ImportError, AttributeError):
+        return None
+    return lambda name: str(rename(name, renamings, [])[0])
 
 
 def write(target: Loaded, tau: TaskVector, folder: Path) -> None:
@@ -205,8 +223,6 @@ def _line(error: Exception) -> str:
 
 
 def _import(name: str) -> Any:
-    import importlib
-
     try:
         return importlib.import_module(name)
     except ImportError as error:

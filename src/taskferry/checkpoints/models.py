@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from taskferry.checkpoints import huggingface, openclip, timm
 from taskferry.checkpoints.adapters import Adapter, Skeleton, is_adapter, read_adapter
+from taskferry.checkpoints.conversion import is_lora, read_converted
 from taskferry.checkpoints.loaded import Loaded, to_device
 from taskferry.checkpoints.states import is_state_file, read_state
+from taskferry.checkpoints.vocabulary import resized
 from taskferry.disk.files import is_finite
 from taskferry.errors import TaskferryError
 from taskferry.taskvector import Delta, TaskVector, is_task_vector, match_names
@@ -88,10 +90,14 @@ def load_pair(source: str, target: str, device: str) -> tuple[Loaded, Loaded]:
 
 
 def load_tuned(given: str, base: Loaded) -> Tuned:
-    """τ of a tuned model, a PEFT LoRA adapter, a state file or a saved task vector, on the given base."""
-    path = Path(given)
+    """τ of a tuned model, a PEFT LoRA adapter, a state file or a saved task vector, on the given base.
+
+    The first two are a folder or a hub id: only what the hub gives says which.
+    """
+    path = Path(resolve(given))
     if is_adapter(path):
-        adapter = read_adapter(path, Skeleton.of(base.model))
+        lora = is_lora(path)
+        adapter = read_adapter(path, Skeleton.of(base.model)) if lora else read_converted(path, base.model)
         return Tuned(adapter.tau, adapter, adapter.ignored, given)
     if path.is_file():
         if path.suffix == ".safetensors" and is_task_vector(path):
@@ -108,8 +114,10 @@ def load_tuned(given: str, base: Loaded) -> Tuned:
     after, before = (dict(m.named_parameters()) for m in (tuned.model, base.model))
     shared = {n for n in before if n in after and n not in base.absent and n not in tuned.absent}
     reshaped = {n for n in shared if before[n].shape != after[n].shape}
-    # Heads may differ, they are never moved; a block or an embedding that differs means another base.
-    lost = sorted(n for n in (set(before) - shared - base.absent) | reshaped if in_body(n))
+    tokens = resized(base.model, {name: tuple(parameter.shape) for name, parameter in after.items()})
+    # Heads may differ, they are never moved, and tokens may have been added; a block or another embedding that differs
+    # means another base.
+    lost = sorted(n for n in ((set(before) - shared - base.absent) | reshaped) - tokens.keys() if in_body(n))
     strange = sorted(n for n in set(after) - set(before) if in_body(n))
     if lost or strange:
         raise TaskferryError(
@@ -119,7 +127,8 @@ def load_tuned(given: str, base: Loaded) -> Tuned:
     keep = shared - reshaped
     tau = TaskVector.between({n: before[n] for n in before if n in keep}, {n: after[n] for n in keep})
     heads = [*tuned.extra.get("unexpected", ()), *sorted(set(after) - set(before)), *sorted(reshaped)]
-    return Tuned(tau, None, dict.fromkeys(heads, "a task head that the base does not have in this form"), given)
+    ignored = dict.fromkeys(heads, "a task head that the base does not have in this form") | tokens
+    return Tuned(tau, None, ignored, given)
 
 
 def in_body(name: str) -> bool:
@@ -144,8 +153,11 @@ def _from_state(path: Path, base: nn.Module) -> Tuned:
         raise TaskferryError(f"{path}: {error}") from error
     if not names:
         raise TaskferryError(f"{path} and the base have no parameter in common: give the base model that was tuned")
+    tokens = resized(base, {base_name: tuple(fitting[name].shape) for name, base_name in names.items()})
     for name, base_name in names.items():
         before, after = parameters[base_name].detach(), fitting[name]
+        if base_name in tokens:
+            continue
         if before.shape != after.shape:
             raise TaskferryError(
                 f"{path}: {name} is {tuple(after.shape)}, the base has {tuple(before.shape)}: "
@@ -156,7 +168,7 @@ def _from_state(path: Path, base: nn.Module) -> Tuned:
         change: Tensor = after.to(torch.promote_types(before.dtype, torch.float32)) - before
         if bool(change.any()):
             deltas[base_name] = change
-    ignored = dict.fromkeys((n for n in state if n not in names), "the base has no such parameter")
+    ignored = dict.fromkeys((n for n in state if n not in names), "the base has no such parameter") | tokens
     return Tuned(TaskVector(deltas), None, ignored, str(path))
 
 

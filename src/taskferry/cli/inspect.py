@@ -11,6 +11,7 @@ from rich.table import Table
 
 from taskferry.alignment import Alignment, is_alignment
 from taskferry.checkpoints import is_adapter, load_model
+from taskferry.checkpoints.models import resolve
 from taskferry.checkpoints.states import read_state
 from taskferry.cli.options import Json
 from taskferry.cli.screen import plain, print_json
@@ -54,8 +55,6 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
             return str(record["verdict"]["sentence"]), rows
         except (KeyError, TypeError) as error:
             raise TaskferryError(f"{path / 'taskferry.json'} is no record of taskferry: {error!r}") from error
-    if is_adapter(path):
-        return _adapter(path)
     if path.is_file():
         if is_task_vector(path):
             tau = TaskVector.load(path)
@@ -65,6 +64,8 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
             models = (found.model("source")["class"], found.model("target")["class"])
             return f"alignment from {models[0]} to {models[1]}: {len(found.pairs)} pairs of sites", found.table()
         raise TaskferryError(f"{given} is neither an alignment nor a task vector of taskferry")
+    if is_adapter(folder := Path(resolve(given))):
+        return _adapter(folder)
     model = load_model(given).model
     sites = find_sites(model)
     columns = ("name", "stack", "block", "role", "shape", "fixed")

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from taskferry.checkpoints import Loaded, huggingface
 from taskferry.checkpoints.folders import read_index
+from taskferry.checkpoints.vocabulary import resized
 from taskferry.disk.files import hash_tensor, is_finite, write_plain_safetensors
 from taskferry.engines.memory import freed
 from taskferry.errors import TaskferryError
@@ -48,8 +49,8 @@ class LazyModel:
             unknown = (n for n in self.shapes if not any(k.endswith(n) or n.endswith(k) for k in self.files))
             lost = next(unknown, next(iter(self.shapes), ""))
             raise TaskferryError(
-                f"{given} cannot be walked block by block: its files call '{lost}' by another name; save it again with "
-                "save_pretrained, or use the engine 'whole'"
+                f"{given} cannot be walked block by block: its files call '{lost}' by another name; "
+                "use the engine 'whole'"
             ) from error
 
         for module in self.model.modules():  # rotary tables and the like: all that the skeleton holds itself
@@ -219,20 +220,23 @@ class Difference(LazyDeltas):
     """tuned − base of two models on disk."""
 
     def __init__(self, base: LazyModel, tuned: LazyModel) -> None:
-        if tuned.shapes != base.shapes:
-            both = (tuned.shapes, base.shapes)
-            strange = sorted(n for n in both[0].keys() | both[1].keys() if both[0].get(n) != both[1].get(n))
+        self.left_out = resized(base.model, tuned.shapes)
+        both = (tuned.shapes, base.shapes)
+        differing = {n for n in both[0].keys() | both[1].keys() if both[0].get(n) != both[1].get(n)}
+        strange = sorted(differing - self.left_out.keys())
+        if strange:
             raise TaskferryError(
                 f"{tuned.given} and {base.given} differ in {strange[0]}: give the base model that was tuned"
             )
         self.base, self.tuned = base, tuned
+        self.names = [name for name in base.shapes if name not in self.left_out]
 
     def __getitem__(self, name: str) -> Tensor:
         after, before = (next(model.read([name]))[1] for model in (self.tuned, self.base))
         return after.sub_(before)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.base.shapes)
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self.base.shapes)
+        return len(self.names)

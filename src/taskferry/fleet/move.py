@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from taskferry.alignment import Alignment
-from taskferry.checkpoints.adapters import CONFIG, WEIGHTS, Adapter, Skeleton, read_adapter
+from taskferry.checkpoints.adapter_config import CONFIG
+from taskferry.checkpoints.adapters import WEIGHTS, Adapter, Skeleton, read_adapter
 from taskferry.disk.inputs import Stamp, hash_file, stamp
 from taskferry.errors import TaskferryError
 from taskferry.fleet.store import Store
@@ -122,7 +123,7 @@ def _write(
                 opened.alignment,
                 opened.table,
                 moved,
-                like.ignored,
+                like,
                 made_from=read.made_from,
                 holds=_digest(_hashes(stage)),
             )

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from taskferry.alignment import Alignment
-from taskferry.checkpoints import Loaded, Skeleton, Tuned, is_adapter, load_model, load_tuned, read_adapter
+from taskferry.checkpoints import Adapter, Loaded, Skeleton, Tuned, is_adapter, load_model, load_tuned, read_adapter
+from taskferry.checkpoints.models import resolve
 from taskferry.disk.files import hash_parameters
 from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
 from taskferry.jobs.output import in_form, output_kind, write_output
 from taskferry.jobs.record import Outcome, applied, make_record, summary
+from taskferry.jobs.spectrum import energy_moved
 from taskferry.settings import ApplySettings
 from taskferry.taskvector import TaskVector
 
@@ -24,9 +26,10 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
     bases = {side: getattr(settings, side) for side in ("source_base", "target_base")}
     # The name of a base in an adapter need not be there.
     there = {side: given for side, given in bases.items() if given is not None and Path(given).exists()}
-    inputs = Inputs(alignment=settings.alignment, source_tuned=settings.source_tuned, **there)
+    found = Path(resolve(settings.source_tuned))
+    inputs = Inputs(alignment=settings.alignment, source_tuned=found, **there)
     alignment = Alignment.load(settings.alignment)
-    tuned = _tuned_for(settings, alignment)
+    tuned = _tuned_for(settings, found, alignment)
     kind = output_kind(settings, tuned.adapter)
     moved = alignment.apply(tuned.tau)
     if not len(moved):
@@ -41,7 +44,7 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
         target = target_skeleton(alignment)
     final, cut = in_form(settings, kind, settings.scale * moved)
     table = alignment.table()
-    record = apply_record(command, settings, inputs.hashes(), alignment, table, moved, tuned.ignored, **cut)
+    record = apply_record(command, settings, inputs.hashes(), alignment, table, moved, tuned, **cut)
     write_output(settings, kind, final, target, tuned.adapter, record, inputs)
     return Outcome(record, settings.out)
 
@@ -53,7 +56,7 @@ def apply_record(
     alignment: Alignment,
     table: Sequence[Mapping[str, Any]],
     moved: TaskVector,
-    ignored: Mapping[str, str],
+    tuned: Tuned | Adapter,
     **more: Any,
 ) -> dict[str, Any]:
     """The record of one applied change, alone or in a fleet; `table` is the alignment's, made once for all."""
@@ -62,10 +65,10 @@ def apply_record(
         settings,
         inputs,
         moved,
-        verdict=applied(moved, settings.scale),
+        verdict=applied(moved, settings.scale, energy_moved(tuned.tau, moved)),
         provenance=alignment.provenance,
         sites=table,
-        ignored=ignored,
+        ignored=tuned.ignored,
         **more,
     )
 
@@ -91,8 +94,7 @@ def target_skeleton(alignment: Alignment) -> Skeleton:
     return Skeleton.from_sites(alignment.target_parameters, [pair.target for pair in alignment.pairs], prefix)
 
 
-def _tuned_for(settings: ApplySettings, alignment: Alignment) -> Tuned:
-    path = Path(settings.source_tuned)
+def _tuned_for(settings: ApplySettings, path: Path, alignment: Alignment) -> Tuned:
     if is_adapter(path):
         adapter = read_adapter(path, source_skeleton(alignment))
         return Tuned(adapter.tau, adapter, adapter.ignored)

@@ -22,6 +22,11 @@ def _method(record: Mapping[str, Any]) -> str:
     return f"{name}; {known.shown.card.removeprefix('nothing was trained: ')}; {trained}"
 
 
+def _energy(verdict: Mapping[str, Any]) -> str:
+    share = verdict.get("energy", {}).get("moved")
+    return "" if share is None else f"\n- share of the change (‖τ‖²) that had a place to move to: {100 * share:.0f} %"
+
+
 def _shown(text: object) -> str:
     """Names come from files: without what would end a code block, start a tag or steer a terminal."""
     marks = {"`": "'", "<": "‹", ">": "›"}
@@ -38,7 +43,7 @@ def write_card(folder: Path, record: Mapping[str, Any], *, adapter: bool) -> Non
 
 - moved from: `{_shown(settings.get("source_tuned"))}` on `{_shown(settings.get("source_base"))}`
 - moved to: `{_shown(settings.get("target_base") or "")}`
-- scale: {verdict["scale"]}
+- scale: {verdict["scale"]}{_energy(verdict)}
 - method: {_shown(_method(record))}
 
 Biases, errors and unsafe behaviour of the source move along: evaluate before use.

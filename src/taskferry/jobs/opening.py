@@ -103,11 +103,13 @@ def _on_disk(settings: MethodSettings, scratch: Path, work: Work, inputs: Inputs
         device = "cuda" if torch.cuda.is_available() else "cpu"
     source, target = (_lazy(given, device) for given in (settings.source_base, settings.target_base))
     given = str(getattr(settings, "source_tuned", ""))
-    if is_adapter(Path(given)):
-        adapter = read_adapter(Path(given), Skeleton.of(source.model))
+    folder = Path(resolve(given))
+    if is_adapter(folder):
+        adapter = read_adapter(folder, Skeleton.of(source.model))
         tuned = Tuned(adapter.tau, adapter, adapter.ignored, given)
     else:
-        tuned = Tuned(TaskVector(Difference(source, _lazy(given, "cpu"))), given=given)
+        difference = Difference(source, _lazy(given, "cpu"))
+        tuned = Tuned(TaskVector(difference), ignored=difference.left_out, given=given)
     prepared = prepare(settings, source.loaded(), target.loaded(), None)
     pair = BlockPair(source, target, prepared.calibration, prepared.objectives, scratch=scratch, work=work)
     return Opened(pair, target, tuned, prepared, inputs)

@@ -20,6 +20,7 @@ from taskferry.training.refinement import Refined
 from taskferry.version import __version__
 
 RECORD = "taskferry.json"
+LEAST_SHARE = 0.005  # of a change, that is spoken of
 
 
 class Reporter:
@@ -60,10 +61,11 @@ class Outcome:
 def verdict(
     curve: ScaleCurve,
     moved: TaskVector,
+    energy: Mapping[str, Any] | None = None,
     answers: tuple[Answers, Answers] | None = None,
     refined: Refined | None = None,
 ) -> dict[str, Any]:
-    """What moved, at which scale, what loss and answers say, and what a refinement did."""
+    """What moved, how much of the change that is, at which scale, what loss and answers say, what a refinement did."""
     before, after = curve.loss(0.0), curve.loss(curve.best)
     count = len(moved.coverage.moved()) if moved.coverage else len(moved)
     total = len(moved.coverage.rows) if moved.coverage else len(moved)
@@ -81,6 +83,7 @@ def verdict(
             f"{count} of {total} parameters moved at scale {curve.best:.3g}; "
             f"the calibration loss went {change} from {before:.4g} to {after:.4g}{on}."
         )
+        sentence += left_behind(energy)
         if curve.doubtful:
             sentence += " One part of the samples says the opposite: with so few it is uncertain, evaluate it."
     if answers is not None:
@@ -98,6 +101,7 @@ def verdict(
         "exact_answers": None if answers is None else [each.exact for each in answers],
         "moved": count,
         "of": total,
+        **({"energy": dict(energy)} if energy else {}),
     }
 
 
@@ -109,12 +113,21 @@ def answers_sentence(before: Answers, after: Answers) -> str:
     return f"{among}: {before.right:.3g} % before, {after.right:.3g} % after."
 
 
-def applied(moved: TaskVector, scale: float) -> dict[str, Any]:
+def applied(moved: TaskVector, scale: float, energy: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The verdict where no loss was looked at."""
     count = len(moved.coverage.moved()) if moved.coverage else len(moved)
     total = len(moved.coverage.rows) if moved.coverage else len(moved)
     sentence = f"{count} of {total} parameters moved at scale {scale:g}; the loss was not looked at."
-    return {"sentence": sentence, "scale": scale, "moved": count, "of": total}
+    told = {"energy": dict(energy)} if energy else {}
+    return {"sentence": sentence + left_behind(energy), "scale": scale, "moved": count, "of": total, **told}
+
+
+def left_behind(energy: Mapping[str, Any] | None) -> str:
+    """A sentence where a share of the change that can be seen found no place; a count of parameters would hide it."""
+    share = 1.0 - energy["moved"] if energy else 0.0
+    if energy is None or share < LEAST_SHARE:
+        return ""
+    return f" {100 * share:.0f} % of the change (‖τ‖²) stayed behind, most of it in {next(iter(energy['stayed']))}."
 
 
 def make_record(
@@ -131,6 +144,8 @@ def make_record(
 ) -> dict[str, Any]:
     """The one record of every output, whatever job made it: what `inspect`, `report` and `push` read."""
     coverage = moved.coverage or Coverage(())
+    # What a fine-tune brings beside changes of its base has found no place either.
+    coverage = Coverage(coverage.rows, {**coverage.unused, **ignored})
     return {
         "taskferry": __version__,
         "command": command,

@@ -1,28 +1,64 @@
-"""The leading singular values of a task vector, averaged over its matrices: how many directions carry it.
+"""How large a task vector is and in how many directions: its leading singular values, and the share of it that moved.
 
 >>> leading_values(tau.deltas.values())
+>>> energy_moved(tau, moved)
+{'moved': 0.33, 'stayed': {'mlp.experts.down_proj': 0.67}}
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from taskferry.taskvector import Delta, LowRank, TaskVector
+from taskferry.taskvector import Delta, LazyDeltas, LowRank, TaskVector
 
 SHOWN = 32  # leading values
 _OVERSAMPLED = 8  # more directions than are shown, for the accuracy of the last ones
 _EXACT = 256  # up to this width all values are computed
 
 
+def energy_moved(tau: TaskVector, moved: TaskVector) -> dict[str, Any]:
+    """The share of ‖τ‖² that had a place in the target, and the rest by where it stands in the source's blocks.
+
+    Parameters alone do not say it: most of a change may sit in few of them. Nothing is said of changes on disk, which
+    would have to be read again, nor by a method that does not say which changes it took.
+    """
+    taken = _taken(moved)
+    total = 0.0 if isinstance(tau.deltas, LazyDeltas) or not taken else tau.norm() ** 2
+    if not total:
+        return {}
+    stayed: dict[str, dict[str, Delta]] = {}
+    for name, delta in tau.deltas.items():
+        if name not in taken:
+            stayed.setdefault(_without_numbers(name), {})[name] = delta
+    shares = {where: TaskVector(deltas).norm() ** 2 / total for where, deltas in stayed.items()}
+    return {
+        "moved": max(0.0, 1.0 - sum(shares.values())),
+        "stayed": dict(sorted(shares.items(), key=lambda item: -item[1])),
+    }
+
+
+def _without_numbers(name: str) -> str:
+    """A place in a block: `mlp.experts.down_proj` of `model.layers.3.mlp.experts.down_proj`."""
+    parts = name.removesuffix(".weight").split(".")
+    first = next((i + 1 for i, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(part for part in parts[first:] if not part.isdigit())
+
+
 def before_and_after(tau: TaskVector, moved: TaskVector) -> dict[str, list[float]]:
     """Of the changes that were taken from the source, and of what became of them in the target."""
-    rows = () if moved.coverage is None else moved.coverage.rows
-    taken = {name for row in rows for name in row.sources}
+    taken = _taken(moved)
     used = [delta for name, delta in tau.deltas.items() if name in taken] or list(tau.deltas.values())
     return {"before": leading_values(used), "after": leading_values(moved.deltas.values())}
+
+
+def _taken(moved: TaskVector) -> set[str]:
+    """The parameters of the source whose changes have moved."""
+    rows = () if moved.coverage is None else moved.coverage.rows
+    return {name for row in rows if row.status != "kept" for name in row.sources}
 
 
 def leading_values(deltas: Iterable[Delta], count: int = SHOWN) -> list[float]:

@@ -16,7 +16,7 @@ from taskferry.jobs.output import FORMS, in_form, output_kind, write_output
 from taskferry.jobs.plan import plan_job
 from taskferry.jobs.record import Outcome, Reporter, make_record, summary, verdict
 from taskferry.jobs.settings import TransferSettings
-from taskferry.jobs.spectrum import before_and_after
+from taskferry.jobs.spectrum import before_and_after, energy_moved
 from taskferry.jobs.timing import Timing
 from taskferry.methods import Job, Moved, find
 from taskferry.taskvector import LazyDeltas, TaskVector
@@ -65,7 +65,7 @@ def transfer(
             settings,
             models.inputs.hashes(),
             final,
-            verdict=verdict(curve, final, answers, refined),
+            verdict=verdict(curve, final, energy_moved(models.tuned.tau, moved.tau), answers, refined),
             provenance=moved.provenance,
             sites=moved.sites,
             ignored=models.tuned.ignored,

@@ -37,7 +37,7 @@ def transfer_report(record: Record, name: str) -> Report:
     source, target = short(settings.get("source_tuned")), short(settings.get("target_base"))
     sections = [
         Section("In short", [Tiles(_tiles(record))]),
-        coverage_section(record["coverage"]),
+        coverage_section(record["coverage"], verdict.get("energy", {})),
         *_maps(record.get("sites", [])),
         *_curves(record),
         *_work(record.get("work")),
@@ -79,6 +79,9 @@ def _tiles(record: Record) -> list[tuple[str, Cell, str]]:
     numbers = [(_size(row["shape"]), row["status"] != "kept") for row in rows]
     share = sum(n for n, took in numbers if took) / max(1, sum(n for n, _ in numbers))
     tiles.append(("Numbers moved", Number(share, f"{100 * share:.1f} %"), "of all weights"))
+    energy = verdict.get("energy", {})
+    if energy:
+        tiles.append(("Change moved", Number(energy["moved"], f"{100 * energy['moved']:.1f} %"), "of its energy, ‖τ‖²"))
     samples = len(record.get("calibration", {}).get("indices") or ())
     if samples:
         tiles.append(("Samples", Number(samples, str(samples)), str(record["calibration"].get("labels", ""))))
@@ -92,7 +95,7 @@ def _size(shape: Sequence[int]) -> int:
     return total
 
 
-def coverage_section(coverage: Record) -> Section:
+def coverage_section(coverage: Record, energy: Record | None = None) -> Section:
     """A map of the target, what stands outside of its blocks, and why what stayed has stayed."""
     rows = coverage["rows"]
     status = {row["parameter"]: row["status"] for row in rows}
@@ -117,6 +120,10 @@ def coverage_section(coverage: Record) -> Section:
     why += [[f"a change of the source: {reason}", Number(n, str(n))] for reason, n in unused.most_common()]
     if why:
         tables.append(Table("What stayed, and why", ["reason", "parameters"], why))
+    stayed = (energy or {}).get("stayed", {}).items()
+    shares: list[list[Cell]] = [[where, Number(share, f"{100 * share:.1f} %")] for where, share in stayed]
+    if shares:
+        tables.append(Table("Where the change that stayed behind sits in the source", ["part", "of ‖τ‖²"], shares))
     outside: list[list[Cell]] = [
         [row["parameter"], row["status"]] for row in rows if place_of(row["parameter"]) is None
     ]

@@ -44,7 +44,10 @@ class HuggingFace(Family):
         (r"patch_embeddings?(?:\.projection)?", "patch"),
     )
     stacks = (
-        (r"vision_model(?:\.encoder)?\.layers", "vision"),
+        # Towers by their own name: in some models every tower calls its blocks "layers".
+        (r"vision_model\.global_transformer\.layers", "vision.global"),
+        (r"[^.]*(?:vision|visual)[^.]*(?:\.[^.]+)*\.(?:layers|layer|blocks)", "vision"),
+        (r"[^.]*audio[^.]*(?:\.[^.]+)*\.(?:layers|layer|blocks)", "audio"),
         (r"text_model(?:\.encoder)?\.layers", "text"),
         (r"decoder\.(?:layers|block)", "decoder"),
         (r"encoder\.(?:layers|block)", "encoder"),

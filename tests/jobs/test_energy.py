@@ -1,0 +1,88 @@
+"""The share of a change that moved: by its energy, not by a count of parameters."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from taskferry.checkpoints import load_model, load_tuned
+from tests.helpers import folders
+from tests.helpers.command import taskferry
+from tests.helpers.tiny import hf
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytest.importorskip("datasets")
+
+EXPERTS = {"vocab_size": 400, "num_key_value_heads": 2, "head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 32, "max_position_embeddings": 128, "initializer_range": 0.2}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two mixtures of experts, and a fine-tune of the first in attention and, most of it, in experts."""
+    root = tmp_path_factory.mktemp("world")
+    for name, seed in (("a", 1), ("b", 2)):
+        torch.manual_seed(seed)
+        folders.save(hf("Qwen3MoeForCausalLM", 16, 2, **EXPERTS), root / name)
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(root / "a")
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            size = 0.05 if "experts" in name else 0.02 if "self_attn" in name and "norm" not in name else 0.0
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(root / "tuned")
+    for name, seed in (("dense-a", 1), ("dense-b", 2)):
+        folders.causal(root / name, "LlamaForCausalLM", 16, 2, seed)
+    folders.lora(root / "dense-a", root / "dense-lora", ["q_proj", "v_proj"])
+    folders.prompts(root / "prompts.jsonl")
+    return root
+
+
+def moved(world: Path, tuned: str, out: Path, *more: object, kind: str = "") -> tuple[str, dict[str, Any]]:
+    ran = taskferry("transfer", "--source-base", world / f"{kind}a", "--source-tuned", world / tuned, "--target-base",
+                    world / f"{kind}b", "--calibration", world / "prompts.jsonl", "--samples", 8, "--scale", 0.5,
+                    "--out", out, *more)  # fmt: skip
+    return " ".join(ran.out.split()), json.loads((out / "taskferry.json").read_text())
+
+
+def test_what_stayed_in_experts_is_said(world: Path, tmp_path: Path) -> None:
+    told, record = moved(world, "tuned", tmp_path / "out")
+    base = load_model(str(world / "a"))
+    deltas = load_tuned(str(world / "tuned"), base).tau.deltas
+    energy = {name: float(torch.as_tensor(delta).square().sum()) for name, delta in deltas.items()}
+    stayed = sum(e for name, e in energy.items() if "experts" in name) / sum(energy.values())
+    assert stayed > 0.5
+    found = record["verdict"]["energy"]
+    assert found["moved"] == pytest.approx(1 - stayed, rel=1e-6)
+    assert math.fsum(found["stayed"].values()) == pytest.approx(stayed, rel=1e-6)
+    sentence = f"{100 * stayed:.0f} % of the change (‖τ‖²) stayed behind, most of it in mlp.experts."
+    assert sentence in told
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert sentence in card
+    assert f"that had a place to move to: {100 * (1 - stayed):.0f} %" in card
+    taskferry("report", tmp_path / "out", "--out", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "Change moved" in page
+    assert f"{100 * (1 - stayed):.1f} %" in page
+
+
+def test_a_change_that_moved_whole_needs_no_sentence(world: Path, tmp_path: Path) -> None:
+    for engine in ("whole", "blockwise"):
+        told, record = moved(world, "dense-lora", tmp_path / engine, "--engine", engine, kind="dense-")
+        assert record["verdict"]["energy"] == {"moved": 1.0, "stayed": {}}, engine
+        assert "stayed behind" not in told
+
+
+def test_apply_says_it_as_well(world: Path, tmp_path: Path) -> None:
+    taskferry("fit", "--source-base", world / "a", "--target-base", world / "b", "--calibration",
+              world / "prompts.jsonl", "--samples", 8, "--method", "bico", "--out", tmp_path / "maps")  # fmt: skip
+    taskferry("apply", tmp_path / "maps", world / "tuned", "--source-base", world / "a", "--target-base", world / "b",
+              "--out", tmp_path / "out")  # fmt: skip
+    verdict = json.loads((tmp_path / "out" / "taskferry.json").read_text())["verdict"]
+    assert "stayed behind, most of it in mlp.experts" in verdict["sentence"]
