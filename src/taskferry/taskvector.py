@@ -74,6 +74,10 @@ class LazyDeltas(Mapping[str, "Delta"]):
         """The same, multiplied as they are read."""
         return _Times(self, scale)
 
+    def changed(self, name: str) -> bool:
+        """Whether there is anything in it."""
+        return bool(as_dense(self[name]).any())
+
     def __contains__(self, name: object) -> bool:
         """Without reading it."""
         return any(name == known for known in self)

@@ -27,6 +27,7 @@ from taskferry.calibration.batch import Batch, Calibration
 from taskferry.coverage import Coverage, Row
 from taskferry.engines.blockwise import BlockwiseModel, forward
 from taskferry.engines.lazy import DiskDeltas, LazyModel
+from taskferry.engines.memory import give_back
 from taskferry.engines.pair import ModelPair, Moved, in_place, parameter_reasons
 from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Loss, collect
@@ -35,7 +36,7 @@ from taskferry.fitting.progress import Steps
 from taskferry.fitting.solve import GroupSums, MapOptions, solve_group
 from taskferry.fitting.statistics import Capture, Statistics
 from taskferry.sites.pairing import Pair
-from taskferry.taskvector import Delta, TaskVector
+from taskferry.taskvector import Delta, LazyDeltas, TaskVector
 
 Runs = tuple[BlockwiseModel, BlockwiseModel]  # of the source and of the target, at one point
 
@@ -109,15 +110,24 @@ class BlockPair(ModelPair):
             for number, part in _align(runs, self.calibration, pairs, capture, maps, blocks.step):
                 moving[number].take(in_place(part, capture))
                 del part  # before the next is solved
-        moved, *without = (self._gathered(each, left_out) for each in moving)
+            del runs
+        give_back()  # sums and maps of the last block
+        unused = self._unused(moving[0])
+        moved, *without = (self._gathered(each, left_out, unused) for each in moving)
         sites = list(reversed(moving[0].sites))
         return Moved(moved, tuple(without), None, sites, provenance=self.provenance(capture, maps))
 
-    def _gathered(self, moving: _Moving, left_out: Mapping[str, str]) -> TaskVector:
+    def _unused(self, moving: _Moving) -> dict[str, str]:
+        """Changes of the source that no block looked at, with the reason."""
+        tau = moving.tau
+        left = [name for name in self.lazy[0].shapes if name not in moving.seen and name in tau.deltas]
+        lazy = tau.deltas if isinstance(tau.deltas, LazyDeltas) else None
+        changed = [name for name in left if (len(tau.take([name])) if lazy is None else lazy.changed(name))]
+        return dict.fromkeys(changed, "no site of the target takes it")
+
+    def _gathered(self, moving: _Moving, left_out: Mapping[str, str], unused: Mapping[str, str]) -> TaskVector:
         """All blocks of a change, with a row of coverage for every parameter."""
-        for name in self.lazy[0].shapes:
-            if name not in moving.seen and len(moving.tau.take([name])):
-                moving.unused[name] = "no site of the target takes it"
+        moving.unused |= unused
         reasons = {**self.reasons, **left_out, **moving.reasons}
         coverage = moving.coverage(self.lazy[1].shapes, parameter_reasons(self.target, self.target_sites, reasons))
         return TaskVector(moving.deltas if moving.tau.low_rank else moving.disk, coverage)

@@ -235,6 +235,11 @@ class Difference(LazyDeltas):
         after, before = (next(model.read([name]))[1] for model in (self.tuned, self.base))
         return after.sub_(before)
 
+    def changed(self, name: str) -> bool:
+        """As they are stored: an embedding in float32, twice, may be more memory than is left."""
+        after, before = (next(model.read([name], dtype=None))[1] for model in (self.tuned, self.base))
+        return not torch.equal(after, before.to(after.dtype))
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
