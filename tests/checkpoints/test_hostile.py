@@ -186,8 +186,8 @@ def test_links_of_the_hub_cache_are_in_order(tmp_path: Path) -> None:
         ({"alpha_pattern": {"(": 1}}, "no expression"),
         ({"alpha_pattern": {"(a|": 1}}, "no expression"),
         ({"alpha_pattern": {"x*" * 600: 1}}, "simplify it"),
-        ({"peft_type": ["LORA"]}, "only LoRA"),
-        ({"peft_type": EVIL}, "only LoRA"),
+        ({"peft_type": ["LORA"]}, "only a LoRA"),
+        ({"peft_type": EVIL}, "only a LoRA"),
     ],
 )
 def test_an_adapter_with_wild_values(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
