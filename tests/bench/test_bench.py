@@ -196,7 +196,7 @@ def test_a_row_rests_on_the_code_that_makes_it() -> None:
     assert found["bico"].code == found["bico, automatic scale"].code != found["theseus"].code
     reached = code_module._reached("taskferry.methods.distil")
     assert {"taskferry.methods.bico", "taskferry.maths.procrustes", "taskferry.calibration.augmentation"} <= reached
-    assert "taskferry.methods.twofold" not in reached
+    assert "taskferry.methods.gradfix" not in reached
     assert not any(name.startswith(("taskferry.cli", "taskferry.report")) for name in reached)
 
 

@@ -70,7 +70,7 @@ def rows_of(model: nn.Module, objective: Objective, batches: list[Batch], bound:
             rows[key] = torch.cat([rows[key], x.detach()]) if key in rows else x.detach()
 
         with Recorder(
-            model, find_sites(model), samples=len(batch),
+            model, [site for site in find_sites(model) if site.fixed is None], samples=len(batch),
             on_forward=lambda call, x, y: note(f"{call.site.name} in", x),
             on_gradient=lambda call, g: note(f"{call.site.name} out", g),
         ):  # fmt: skip
