@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from taskferry.display.tables import ROWS, panel
 from taskferry.sites.site import is_patch_embedding
@@ -32,6 +32,12 @@ class Coverage:
 
     rows: tuple[Row, ...]
     unused: Mapping[str, str] = field(default_factory=dict)  # source parameter -> reason
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Tensor], moved: Collection[str], why: str) -> Coverage:
+        """Of what changed as a whole; all the rest is kept for one reason."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        return cls(tuple(Row(n, s, "moved") if n in moved else Row(n, s, "kept", why) for n, s in shapes.items()))
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)

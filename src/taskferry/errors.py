@@ -12,3 +12,8 @@ class TaskferryError(ValueError):
         if len(message) > LONGEST:
             message = f"{message[: LONGEST // 2]} … {message[-LONGEST // 2 :]}"
         super().__init__(message)
+
+
+def first_line(error: Exception) -> str:
+    """What a library says of its error, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -191,6 +191,10 @@ class TaskVector:
         found = {name: self.deltas[name] for name in names if name in self.deltas}
         return TaskVector({n: d for n, d in found.items() if isinstance(d, LowRank) or bool(d.any())}, self.coverage)
 
+    def changed(self, name: str) -> bool:
+        """Whether there is anything in the change of a parameter; one on disk may know without being read in full."""
+        return self.deltas.changed(name) if isinstance(self.deltas, LazyDeltas) else bool(self.take([name]))
+
     @property
     def low_rank(self) -> bool:
         """Whether every change of a matrix is low-rank."""

@@ -26,8 +26,7 @@ from tests.helpers.tiny import job, rebuilt
 
 
 def lesson(given: Job, **more: float) -> Lesson:
-    models = (given.source, given.target)
-    return lesson_of(models, given.tau, given.calibration, given.pair.objectives, **more)
+    return lesson_of(given.pair, given.tau, **more)
 
 
 def at(model: nn.Module, tau: TaskVector, inputs: dict[str, Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ from torch import nn
 from taskferry.checkpoints.adapter_config import CONFIG
 from taskferry.checkpoints.adapters import Adapter, Skeleton, read_adapter
 from taskferry.disk.files import read_json
-from taskferry.errors import TaskferryError
+from taskferry.errors import TaskferryError, first_line
 
 KEPT = 1 - 1e-6  # of the energy of each module's change: at most a thousandth of its norm is lost
 _MERGE = "merge it into its base with PEFT (merge_and_unload) and give the merged model"
@@ -38,7 +38,7 @@ def is_lora(folder: Path) -> bool:
 def read_converted(folder: Path, base: nn.Module) -> Adapter:
     """The adapter as a LoRA on its base, which is as it was afterwards."""
     config = read_json(folder / CONFIG)
-    peft = _peft(folder)
+    peft = peft_for(f"convert {folder} to a LoRA", f", or {_MERGE}")
     kind = str(config["peft_type"])
     _check(folder, config, peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(kind))
     with tempfile.TemporaryDirectory(prefix="taskferry-lora-") as place, warnings.catch_warnings():
@@ -55,10 +55,9 @@ def read_converted(folder: Path, base: nn.Module) -> Adapter:
         except TaskferryError:
             raise
         except Exception as error:  # whatever stands in its files, on whatever base
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise TaskferryError(
-                f"{folder}: PEFT does not convert this adapter of type {kind} on the base that was given ({line}): "
-                f"give the base that was tuned, or {_MERGE}"
+                f"{folder}: PEFT does not convert this adapter of type {kind} on the base that was given "
+                f"({first_line(error)}): give the base that was tuned, or {_MERGE}"
             ) from error
         try:
             adapter = read_adapter(Path(place), Skeleton.of(base))
@@ -67,13 +66,12 @@ def read_converted(folder: Path, base: nn.Module) -> Adapter:
     return replace(adapter, config={**adapter.config, "task_type": config.get("task_type")})
 
 
-def _peft(folder: Path) -> Any:
+def peft_for(purpose: str, otherwise: str = "") -> Any:
+    """The library, which is an extra."""
     try:
         return importlib.import_module("peft")
     except ImportError as error:
-        raise TaskferryError(
-            f"peft is needed to convert {folder} to a LoRA: pip install 'taskferry[peft]', or {_MERGE}"
-        ) from error
+        raise TaskferryError(f"peft is needed to {purpose}: pip install 'taskferry[peft]'{otherwise}") from error
 
 
 def _check(folder: Path, config: Mapping[str, Any], known: Any) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from taskferry.checkpoints.folders import check_folder, check_inside
 from taskferry.checkpoints.loaded import Loaded
 from taskferry.disk.files import read_json
-from taskferry.errors import TaskferryError
+from taskferry.errors import TaskferryError, first_line
 from taskferry.taskvector import TaskVector
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.index.json", "*.gguf")
@@ -72,7 +72,7 @@ def skeleton(folder: Path) -> tuple[nn.Module, torch.dtype]:
     except TaskferryError:
         raise
     except Exception as error:  # as in loading
-        raise TaskferryError(f"{folder} does not load as {cls.__name__}: {_line(error)}") from error
+        raise TaskferryError(f"{folder} does not load as {cls.__name__}: {first_line(error)}") from error
     return model.float().eval().requires_grad_(False), stored
 
 
@@ -127,7 +127,7 @@ def tokenizer(loaded: Loaded) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(loaded.folder, trust_remote_code=False)
     except Exception as error:  # whatever stands in its files
-        raise TaskferryError(f"{loaded.given} has no tokenizer that loads: {_line(error)}") from error
+        raise TaskferryError(f"{loaded.given} has no tokenizer that loads: {first_line(error)}") from error
 
 
 def image_transform(loaded: Loaded) -> Any:
@@ -136,7 +136,7 @@ def image_transform(loaded: Loaded) -> Any:
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(loaded.folder, trust_remote_code=False)
     except Exception as error:  # whatever stands in its files
-        raise TaskferryError(f"{loaded.given} has no image processor that loads: {_line(error)}") from error
+        raise TaskferryError(f"{loaded.given} has no image processor that loads: {first_line(error)}") from error
     return lambda image: processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
 
 
@@ -184,7 +184,7 @@ def _from_pretrained(cls: Any, folder: Path, dtype: str) -> tuple[nn.Module, dic
             raise TaskferryError(
                 f"{folder} does not have the shape of a {cls.__name__} of that base: give the base model that was tuned"
             ) from error
-        raise TaskferryError(f"{folder} does not load as {cls.__name__}: {_line(error)}") from error
+        raise TaskferryError(f"{folder} does not load as {cls.__name__}: {first_line(error)}") from error
     if all(name in info["missing_keys"] for name, _ in model.named_parameters()):
         raise TaskferryError(f"{folder} holds no parameter of a {cls.__name__}: its configuration is of another model")
     return model, info
@@ -216,10 +216,6 @@ def _numbers(config: Any, name: str = "") -> Iterator[tuple[str, float]]:
             yield from _numbers(value, str(key))
     elif isinstance(config, int | float):
         yield name, config
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _import(name: str) -> Any:

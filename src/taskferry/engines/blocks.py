@@ -36,7 +36,7 @@ from taskferry.fitting.progress import Steps
 from taskferry.fitting.solve import GroupSums, MapOptions, solve_group
 from taskferry.fitting.statistics import Capture, Statistics
 from taskferry.sites.pairing import Pair
-from taskferry.taskvector import Delta, LazyDeltas, TaskVector
+from taskferry.taskvector import Delta, TaskVector
 
 Runs = tuple[BlockwiseModel, BlockwiseModel]  # of the source and of the target, at one point
 
@@ -121,9 +121,7 @@ class BlockPair(ModelPair):
         """Changes of the source that no block looked at, with the reason."""
         tau = moving.tau
         left = [name for name in self.lazy[0].shapes if name not in moving.seen and name in tau.deltas]
-        lazy = tau.deltas if isinstance(tau.deltas, LazyDeltas) else None
-        changed = [name for name in left if (len(tau.take([name])) if lazy is None else lazy.changed(name))]
-        return dict.fromkeys(changed, "no site of the target takes it")
+        return dict.fromkeys(filter(tau.changed, left), "no site of the target takes it")
 
     def _gathered(self, moving: _Moving, left_out: Mapping[str, str], unused: Mapping[str, str]) -> TaskVector:
         """All blocks of a change, with a row of coverage for every parameter."""

@@ -238,7 +238,8 @@ class Difference(LazyDeltas):
     def changed(self, name: str) -> bool:
         """As they are stored: an embedding in float32, twice, may be more memory than is left."""
         after, before = (next(model.read([name], dtype=None))[1] for model in (self.tuned, self.base))
-        return not torch.equal(after, before.to(after.dtype))
+        precision = torch.promote_types(after.dtype, before.dtype)
+        return not torch.equal(after.to(precision), before.to(precision))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

@@ -20,8 +20,7 @@ from taskferry.jobs.spectrum import before_and_after, energy_moved
 from taskferry.jobs.timing import Timing
 from taskferry.methods import Job, Moved, find
 from taskferry.taskvector import LazyDeltas, TaskVector
-from taskferry.training.refinement import STAGE, Refined, Refinement
-from taskferry.training.refinement import refine as refine_change
+from taskferry.training.refinement import STAGE, refine
 
 
 def transfer(
@@ -56,7 +55,9 @@ def transfer(
         answers = job.pair.answers([factor * each for each in judged]) if curve.helps else None
         written, refined = (factor if curve.helps else 0.0) * final, None
         if refinement is not None:
-            refined = refine(job, written, refinement)
+            resume = job.pair.work.resume
+            folder = None if resume is None else resume / STAGE  # beside the output until that is written
+            refined = refine(job.pair, job.tau, written, refinement, folder=folder)
             written = refined.tau
         spectrum = {} if isinstance(final.deltas, LazyDeltas) else before_and_after(models.tuned.tau, moved.tau)
         timing.ends("record")
@@ -107,13 +108,6 @@ def scaled(
     before, after = (job.mean(folds) for folds in job.pair.losses(judged, [0.0, 1.0]))  # of what the cut has left
     points = {**dict(curve.points), 0.0: before, best: after}
     return replace(curve, points=tuple(sorted(points.items())), best=best if after < before else 0.0), 1.0
-
-
-def refine(job: Job, start: TaskVector, settings: Refinement) -> Refined:
-    """The change trained on; its checkpoints stand beside the output until that is written."""
-    work = job.pair.work
-    folder = None if work.resume is None else work.resume / STAGE
-    return refine_change(job.pair, job.tau, start, settings, folder=folder, progress=work.progress)
 
 
 def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[str, str]:

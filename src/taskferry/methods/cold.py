@@ -7,7 +7,7 @@ from typing import Annotated
 
 import torch
 
-from taskferry.coverage import Coverage, Row
+from taskferry.coverage import Coverage
 from taskferry.fitting.scale import ScaleCurve
 from taskferry.methods import Job, Moved, Needs, Shown, method
 from taskferry.taskvector import Delta, LowRank, TaskVector
@@ -28,12 +28,9 @@ def cold(job: Job, *, seed: Annotated[int, "of the first factors of a new LoRA"]
                 deltas[theirs] = _new(value, delta.rank, pair.target.transposed, generator)
             else:
                 deltas[theirs] = torch.zeros_like(value)
-    rows = tuple(
-        Row(name, tuple(p.shape), "moved" if name in deltas else "kept", "" if name in deltas else "nothing moves")
-        for name, p in parameters.items()
-    )
+    coverage = Coverage.of(parameters, deltas, "nothing moves")
     untouched = job.losses([TaskVector({})], [0.0])[0]
-    return Moved(TaskVector(deltas, Coverage(rows)), curve=ScaleCurve(((0.0, untouched),), 0.0))
+    return Moved(TaskVector(deltas, coverage), curve=ScaleCurve(((0.0, untouched),), 0.0))
 
 
 def _new(weight: torch.Tensor, rank: int, transposed: bool, generator: torch.Generator) -> LowRank:

@@ -35,5 +35,5 @@ def distil(
     moved = run(start, job)
     scale = 1.0 if moved.curve is not None else job.best_scale(moved.judged).best
     settings = Refinement(steps=steps, learning_rate=learning_rate, batch=batch, views=views, labels=labels, seed=seed)
-    refined = refine(job.pair, job.tau, scale * moved.tau, settings, progress=job.pair.work.progress)
+    refined = refine(job.pair, job.tau, scale * moved.tau, settings)
     return Moved(refined.tau, notes={"refined": refined.record()})

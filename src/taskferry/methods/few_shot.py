@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from taskferry.calibration.batch import Batch
-from taskferry.coverage import Coverage, Row
+from taskferry.coverage import Coverage
 from taskferry.fitting.capture import Loss, device_of, evaluating
 from taskferry.fitting.objectives import Classifier, Objective
 from taskferry.fitting.scale import calibration_loss, moved_by
@@ -62,16 +62,7 @@ def few_shot(
         finally:
             restore(job.target, begin)
     moved = TaskVector.between(base, after)
-    rows = [
-        Row(
-            name,
-            tuple(p.shape),
-            "moved" if name in moved.deltas else "kept",
-            "" if name in moved.deltas else "no gradient",
-        )
-        for name, p in base.items()
-    ]
-    return Moved(TaskVector(moved.deltas, Coverage(tuple(rows))))
+    return Moved(TaskVector(moved.deltas, Coverage.of(base, moved.deltas, "no gradient")))
 
 
 def best_steps(

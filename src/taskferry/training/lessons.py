@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from taskferry.calibration.augmentation import Views
 from taskferry.calibration.batch import IGNORED, Batch, Calibration
 from taskferry.calibration.vocabulary import translation
+from taskferry.engines.pair import ModelPair
 from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Loss, device_of, evaluating
 from taskferry.fitting.language import expected, is_sequence_to_sequence, logits_at
@@ -31,7 +32,6 @@ from taskferry.taskvector import TaskVector
 WORDS = 64  # of the teacher's distribution over the next token: the most likely
 ENOUGH = 0.5  # of its probability that must lie on tokens that the target has too
 VIEWS = 3  # augmented views of each image
-Heads = tuple[Objective, Objective]
 
 
 class Lesson(Objective):
@@ -59,20 +59,11 @@ class Lesson(Objective):
         return self.loss
 
 
-def lesson_of(
-    models: tuple[nn.Module, nn.Module],
-    tau: TaskVector,
-    calibration: Calibration,
-    heads: Heads,
-    *,
-    labels: float = 0.0,
-    views: int = VIEWS,
-    seed: int = 0,
-) -> Lesson:
+def lesson_of(pair: ModelPair, tau: TaskVector, *, labels: float = 0.0, views: int = VIEWS, seed: int = 0) -> Lesson:
     """What a source with its task vector teaches; `labels` is the share of the loss that the data's own labels get."""
-    source = models[0]
+    models, calibration, heads = (pair.source, pair.target), pair.calibration, pair.objectives
     classes = [head for head in heads if isinstance(head, Classifier) and not head.fitted]
-    with moved_by(source, tau) as set_scale, evaluating(source), torch.no_grad():
+    with moved_by(pair.source, tau) as set_scale, evaluating(pair.source), torch.no_grad():
         set_scale(1.0)
         if len(classes) == 2:
             return Classes(models, calibration, (classes[0], classes[1]), labels, views, seed)
@@ -113,14 +104,10 @@ class Classes(Lesson):
             self.answers[: self.samples] = (1 - labels) * self.answers[: self.samples] + labels * true
         self.logits: Logits = heads[1].logits(models[1], calibration.side(1))
 
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """With soft labels [n, classes]."""
-        return replace(super().batch(indices), labels=self.answers[list(indices)])
-
     def loss(self, batch: Batch) -> Tensor:
         """Σ over samples of −Σ p log q."""
         scores = self.logits(batch)
-        return F.cross_entropy(scores, _given(batch.labels).to(scores), reduction="sum")
+        return F.cross_entropy(scores, self.answers[list(batch.ids)].to(scores), reduction="sum")
 
 
 class Tokens(Lesson):
@@ -226,9 +213,3 @@ def _same_start(models: tuple[nn.Module, nn.Module], A: Batch, B: Batch, row: in
         starts.append(begin if sequence else torch.cat([begin[1:], torch.tensor([-1])]))
     known = {int(start): int(place[u]) for u, start in enumerate(starts[0]) if start >= 0 and place[u] >= 0}
     return torch.tensor([known.get(int(starts[1][t]), -1) for t in at])
-
-
-def _given(labels: Tensor | None) -> Tensor:
-    if labels is None:
-        raise TaskferryError("the teacher's answers are missing")
-    return labels

@@ -21,9 +21,10 @@ from pydantic import Field
 from taskferry.calibration.batch import Batch, Calibration
 from taskferry.engines.pair import ModelPair
 from taskferry.errors import TaskferryError
-from taskferry.fitting.capture import device_of, evaluating
+from taskferry.evaluation.pool import LazyBatches
+from taskferry.fitting.capture import evaluating
 from taskferry.fitting.objectives import LanguageModel, Objective
-from taskferry.fitting.progress import Progress
+from taskferry.fitting.scale import calibration_loss
 from taskferry.settings import Settings
 from taskferry.taskvector import TaskVector
 from taskferry.training.finetuning import FineTuning, finetune
@@ -117,29 +118,20 @@ def refine(
     settings: Refinement,
     *,
     folder: Path | None = None,
-    progress: Progress | None = None,
 ) -> Refined:
     """Train `start` on the target towards the source with `tau`; `folder` keeps checkpoints of it."""
     if pair.calibration.samples < 2:
         raise TaskferryError("refining needs two samples at least: one to learn from, one kept aside")
-    target = pair.target
+    target, progress = pair.target, pair.work.progress
     with evaluating(target):
-        lesson = lesson_of(
-            (pair.source, target), tau, pair.calibration, pair.objectives,
-            labels=settings.labels, views=settings.views, seed=settings.seed,
-        )  # fmt: skip
+        lesson = lesson_of(pair, tau, labels=settings.labels, views=settings.views, seed=settings.seed)
         shuffled = torch.randperm(lesson.samples, generator=torch.Generator().manual_seed(settings.seed)).tolist()
         count = max(1, round(settings.held_out * lesson.samples))
         aside = shuffled[:count]
-        training = [i for i in range(len(lesson)) if i % lesson.samples not in set(aside)]
+        unseen = set(aside)
+        training = [i for i in range(len(lesson)) if i % lesson.samples not in unseen]
         size = settings.size(pair.objectives)
-        judged = [aside[i : i + size] for i in range(0, count, size)]
-
-        def judge() -> float:
-            device = device_of(target)
-            with torch.no_grad():
-                return sum(float(lesson.loss(lesson.batch(part).to(device))) for part in judged) / count
-
+        judged = list(LazyBatches(lesson, aside, size))
         protocol = FineTuning(
             steps=settings.steps,
             batch=size,
@@ -157,7 +149,7 @@ def refine(
                 lesson,
                 protocol,
                 folder=folder,
-                judge=judge,
+                judge=lambda: calibration_loss(target, lesson.loss, judged),
                 dropout=False,
                 progress=None if progress is None else lambda done, steps, _: progress(STAGE, done, steps),
             )

@@ -9,7 +9,6 @@ A LoRA learns by its two factors, on PEFT's own layers; a full fine-tune by the 
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from taskferry.checkpoints import Skeleton, write_adapter
-from taskferry.errors import TaskferryError
+from taskferry.checkpoints.conversion import peft_for
 from taskferry.taskvector import Delta, LowRank, TaskVector
 
 Result = Callable[[], TaskVector]
@@ -67,7 +66,7 @@ def _weights(target: nn.Module, start: TaskVector) -> Iterator[Result]:
 @contextmanager
 def _factors(target: nn.Module, start: TaskVector, skeleton: Skeleton) -> Iterator[Result]:
     """An adapter of the target on PEFT's layers: as its user would load it, but trainable."""
-    peft = _peft()
+    peft = peft_for("refine a LoRA")
     with tempfile.TemporaryDirectory() as folder:
         write_adapter(Path(folder), start, skeleton, base_name="")
         adapted = peft.PeftModel.from_pretrained(target, folder, is_trainable=True)
@@ -85,10 +84,3 @@ def _factors(target: nn.Module, start: TaskVector, skeleton: Skeleton) -> Iterat
         yield result
     finally:
         adapted.unload()
-
-
-def _peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise TaskferryError('refining a LoRA needs PEFT: pip install "taskferry[peft]"') from error
