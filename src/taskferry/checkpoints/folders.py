@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from taskferry.disk.files import read_json
 from taskferry.errors import TaskferryError
+
+INDEX = "model.safetensors.index.json"
 
 
 def check_folder(folder: Path) -> None:
@@ -43,3 +47,18 @@ def check_inside(folder: Path, path: Path) -> None:
     blobs = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
     if not any(real.is_relative_to(root) for root in (home, *blobs)):
         raise TaskferryError(f"{path} is a link out of its folder, to {real}: copy the file there if you trust it")
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> file, from the index or from the safetensors files themselves."""
+    index = folder / INDEX
+    if index.is_file():
+        return read_index(index)
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                found |= dict.fromkeys(file.keys(), path)
+        except (SafetensorError, OSError) as error:
+            raise TaskferryError(f"{path} is no safetensors file: {error}") from error
+    return found

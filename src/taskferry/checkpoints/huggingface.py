@@ -14,6 +14,18 @@ from torch import nn
 
 from taskferry.checkpoints.folders import check_folder, check_inside
 from taskferry.checkpoints.loaded import Loaded
+from taskferry.checkpoints.quantised import (
+    ORIGINAL,
+    Form,
+    check_names,
+    check_plain,
+    form_of,
+    traces,
+    without_form,
+    write_plain,
+)
+from taskferry.checkpoints.quantised_libraries import plain_skeleton, state_by_library
+from taskferry.checkpoints.scales import restored_state
 from taskferry.disk.files import read_json
 from taskferry.errors import TaskferryError, first_line
 from taskferry.taskvector import TaskVector
@@ -31,7 +43,7 @@ def owns(where: str) -> bool:
 
 def download(given: str) -> str:
     """The local folder of a hub id, with `@revision` where one is given; safetensors where the hub has them."""
-    hub = _import("huggingface_hub")
+    hub = imported("huggingface_hub")
     name, _, revision = given.partition("@")
     try:
         for weights in ("*.safetensors", "*.bin"):
@@ -41,33 +53,37 @@ def download(given: str) -> str:
     except Exception as error:  # the hub client raises many kinds; all mean that the model cannot be had
         reason = str(error).strip().splitlines()[0]
         raise TaskferryError(f"{given} is neither a folder nor a model that the hub gives: {reason}") from error
-    raise TaskferryError(f"{given} has no weights as safetensors or .bin")
+    raise TaskferryError(
+        f"{given} has no weights as safetensors or .bin; of GGUF files, download one and give its path"
+    )
 
 
 def load(
     where: str, like: nn.Module | None, architecture: str | None = None
 ) -> tuple[nn.Module, Path, set[str], dict[str, Any]]:
     """The model of the class its configuration names, in float32; missing parameters are told."""
-    transformers = _import("transformers")
+    transformers = imported("transformers")
     quiet(transformers)
     folder = Path(where)
     if architecture is not None and not hasattr(transformers, architecture):
         raise TaskferryError(f"transformers has no class '{architecture}'")
     named, stored = _class_and_precision(transformers, folder, architecture)
-    model, info = _from_pretrained(named if like is None else type(like), folder, "float32")
-    extra = {"unexpected": sorted(info["unexpected_keys"]), "dtype": stored}
+    model, info = _from_pretrained(named if like is None else type(like), folder, torch.float32)
+    form = form_of(folder)
+    extra = {"unexpected": sorted(info["unexpected_keys"]), "dtype": stored, "quantised": form and form.says}
     return model, folder, set(info["missing_keys"]), extra
 
 
 def skeleton(folder: Path) -> tuple[nn.Module, torch.dtype]:
     """The model of the folder's class without memory for its parameters, and the precision they are stored in."""
-    transformers, accelerate = _import("transformers"), _import("accelerate")
+    transformers, accelerate = imported("transformers"), imported("accelerate")
     quiet(transformers)
     cls, stored = _class_and_precision(transformers, folder)
     try:
-        _check_size(cls, folder)
+        _check_folder_size(cls, folder)
         with accelerate.init_empty_weights(include_buffers=False):  # rotary tables are buffers, and computed
-            model = cls._from_config(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            model = cls._from_config(without_form(config))
         model.tie_weights()
     except TaskferryError:
         raise
@@ -97,13 +113,17 @@ def write(target: Loaded, tau: TaskVector, folder: Path) -> None:
     """Like the target's folder: its precision, shard size, configuration, tokenizer, processor."""
     if target.folder is None:
         raise ValueError("a Hugging Face model has a folder")
-    model, _ = _from_pretrained(type(target.model), target.folder, "auto")
+    quantised = form_of(target.folder) is not None
+    model, _ = _from_pretrained(type(target.model), target.folder, torch.float32 if quantised else "auto")
     tau.add_to(model)
+    if quantised:  # rounded once, with the change
+        model.to(target.extra["dtype"])
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in target.absent}
     shards = sorted(target.folder.glob("*-of-*.safetensors")) or sorted(target.folder.glob("*-of-*.bin"))
     size = max(file.stat().st_size for file in shards) if shards else 50 * 10**9
     model.save_pretrained(folder, state_dict=state, max_shard_size=size)  # type: ignore[operator]
     copy_side_files(target.folder, folder)
+    write_plain(folder, target.extra["dtype"])
 
 
 def copy_side_files(source: Path, folder: Path) -> None:
@@ -123,7 +143,7 @@ def copy_side_files(source: Path, folder: Path) -> None:
 
 def tokenizer(loaded: Loaded) -> Any:
     """The fast tokenizer of the folder."""
-    transformers = _import("transformers")
+    transformers = imported("transformers")
     try:
         return transformers.AutoTokenizer.from_pretrained(loaded.folder, trust_remote_code=False)
     except Exception as error:  # whatever stands in its files
@@ -132,7 +152,7 @@ def tokenizer(loaded: Loaded) -> Any:
 
 def image_transform(loaded: Loaded) -> Any:
     """The folder's image processor as a function of one image."""
-    transformers = _import("transformers")
+    transformers = imported("transformers")
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(loaded.folder, trust_remote_code=False)
     except Exception as error:  # whatever stands in its files
@@ -164,15 +184,21 @@ def _class_and_precision(transformers: Any, folder: Path, architecture: str | No
     ):
         raise TaskferryError(f"{folder} names the class {name!r}, which is no model of transformers")
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    if form_of(folder) is not None and stored not in (torch.float32, torch.float16):
+        return cls, torch.bfloat16  # what quantised weights are computed in
     return cls, stored if isinstance(stored, torch.dtype) else torch.float32
 
 
-def _from_pretrained(cls: Any, folder: Path, dtype: str) -> tuple[nn.Module, dict[str, Any]]:
+def _from_pretrained(cls: Any, folder: Path, dtype: torch.dtype | str) -> tuple[nn.Module, dict[str, Any]]:
     try:
-        _check_size(cls, folder)
-        model, info = cls.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, local_files_only=True
-        )
+        _check_folder_size(cls, folder)
+        form = form_of(folder)
+        if form is None:
+            check_plain(folder)
+            where, more = folder, {"local_files_only": True, "trust_remote_code": False}
+        else:
+            where, more = None, _dequantised(cls, folder, form)
+        model, info = cls.from_pretrained(where, dtype=dtype, output_loading_info=True, **more)
     except TaskferryError:
         raise
     except pickle.UnpicklingError as error:
@@ -185,29 +211,38 @@ def _from_pretrained(cls: Any, folder: Path, dtype: str) -> tuple[nn.Module, dic
                 f"{folder} does not have the shape of a {cls.__name__} of that base: give the base model that was tuned"
             ) from error
         raise TaskferryError(f"{folder} does not load as {cls.__name__}: {first_line(error)}") from error
+    if form is None:
+        check_names(folder, traces(info["unexpected_keys"]))
+    elif lost := sorted(name for name in info["missing_keys"] if any(part.isdigit() for part in name.split("."))):
+        raise TaskferryError(f"{folder}: nothing in its files, {form.says}, is the weight of {lost[0]}: {ORIGINAL}")
     if all(name in info["missing_keys"] for name, _ in model.named_parameters()):
         raise TaskferryError(f"{folder} holds no parameter of a {cls.__name__}: its configuration is of another model")
     return model, info
 
 
-def _check_size(cls: Any, folder: Path) -> None:
+def _dequantised(cls: Any, folder: Path, form: Form) -> dict[str, Any]:
+    """What a plain model of the class is made from."""
+    config = imported("transformers").AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    state = restored_state(folder, form) if form.library is None else state_by_library(cls, folder, form)
+    return {"config": without_form(config), "state_dict": state}
+
+
+def check_size(cls: Any, config: Any, place: Path, held: int) -> None:
     """Whether a configuration is of a model that its files can hold: no memory is taken for what they do not."""
-    transformers = _import("transformers")
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     deep = [name for name, value in _numbers(config.to_dict()) if "layer" in name and value > MOST_LAYERS]
     if deep:
-        raise TaskferryError(
-            f"{folder / 'config.json'}: {deep[0]} is beyond {MOST_LAYERS}: the configuration is damaged"
-        )
-    with torch.device("meta"):
-        make = getattr(cls, "_from_config", None) or cls.from_config
-        needed = sum(parameter.numel() for parameter in make(config).parameters())
-    held = sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern))
+        raise TaskferryError(f"{place}: {deep[0]} is beyond {MOST_LAYERS}: the configuration is damaged")
+    needed = sum(parameter.numel() for parameter in plain_skeleton(cls, config).parameters())
     if needed > 16 * held + 2**20:  # four-bit weights, a new head
         raise TaskferryError(
-            f"{folder / 'config.json'} is of a model of {needed:,} numbers, its weights have {held:,} bytes: "
-            "they do not belong together"
+            f"{place} is of a model of {needed:,} numbers, its weights have {held:,} bytes: they do not belong together"
         )
+
+
+def _check_folder_size(cls: Any, folder: Path) -> None:
+    config = imported("transformers").AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    held = sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern))
+    check_size(cls, config, folder / "config.json", held)
 
 
 def _numbers(config: Any, name: str = "") -> Iterator[tuple[str, float]]:
@@ -218,7 +253,8 @@ def _numbers(config: Any, name: str = "") -> Iterator[tuple[str, float]]:
         yield name, config
 
 
-def _import(name: str) -> Any:
+def imported(name: str) -> Any:
+    """A library of the extra `hf`."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -18,17 +18,18 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from taskferry.checkpoints import huggingface, openclip, timm
+from taskferry.checkpoints import gguf, huggingface, openclip, timm
 from taskferry.checkpoints.adapters import Adapter, Skeleton, is_adapter, read_adapter
 from taskferry.checkpoints.conversion import is_lora, read_converted
 from taskferry.checkpoints.loaded import Loaded, to_device
+from taskferry.checkpoints.quantised import same_form, traces
 from taskferry.checkpoints.states import is_state_file, read_state
 from taskferry.checkpoints.vocabulary import resized
 from taskferry.disk.files import is_finite
 from taskferry.errors import TaskferryError
 from taskferry.taskvector import Delta, TaskVector, is_task_vector, match_names
 
-_FORMATS: tuple[ModuleType, ...] = (openclip, timm, huggingface)
+_FORMATS: tuple[ModuleType, ...] = (openclip, timm, huggingface, gguf)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
@@ -58,7 +59,7 @@ def load_model(
             return Loaded(model.eval().requires_grad_(False), given, folder, kind, frozenset(absent), extra)
     raise TaskferryError(
         f"{given} is no model: a folder with config.json (Hugging Face, timm) or open_clip_config.json, a hub id, "
-        "or openclip:NAME:CHECKPOINT is needed"
+        "a .gguf file, or openclip:NAME:CHECKPOINT is needed"
     )
 
 
@@ -99,13 +100,15 @@ def load_tuned(given: str, base: Loaded) -> Tuned:
         lora = is_lora(path)
         adapter = read_adapter(path, Skeleton.of(base.model)) if lora else read_converted(path, base.model)
         return Tuned(adapter.tau, adapter, adapter.ignored, given)
-    if path.is_file():
+    if path.is_file() and not gguf.owns(str(path)):
         if path.suffix == ".safetensors" and is_task_vector(path):
             return Tuned(TaskVector.load(path), given=given)
         if is_state_file(path):
+            same_form((base.given, base.extra.get("quantised")), (given, None))
             return _from_state(path, base.model)
         raise TaskferryError(f"{given} is no tuned model: a folder, a .safetensors or a .pt state file is needed")
     tuned = load_model(given, like=base.model, image_size=base.extra.get("image_size"))
+    same_form(*((each.given, each.extra.get("quantised")) for each in (base, tuned)))
     if type(tuned.model) is not type(base.model):
         raise TaskferryError(
             f"{given} is a {type(tuned.model).__name__}, the base a {type(base.model).__name__}: give the base model "
@@ -144,6 +147,12 @@ def write_model(target: Loaded, tau: TaskVector, folder: Path) -> None:
 def _from_state(path: Path, base: nn.Module) -> Tuned:
     """A state file may hold only what was trained; what it holds must fit the base."""
     state = read_state(path)
+    small = [name for name, tensor in state.items() if tensor.is_floating_point() and tensor.dtype.itemsize < 2]
+    if (strange := next(iter([*small, *traces(state)]), None)) is not None:
+        raise TaskferryError(
+            f"{path}: {strange} is quantised, and a file of weights does not say how: give the 16-bit weights, or a "
+            "folder with its config.json"
+        )
     parameters = dict(base.named_parameters())
     deltas: dict[str, Delta] = {}
     fitting = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}

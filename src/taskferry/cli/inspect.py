@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from taskferry.alignment import Alignment, is_alignment
-from taskferry.checkpoints import is_adapter, load_model
+from taskferry.checkpoints import gguf, is_adapter, load_model
 from taskferry.checkpoints.models import resolve
 from taskferry.checkpoints.states import read_state
 from taskferry.cli.options import Json
@@ -55,7 +55,7 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
             return str(record["verdict"]["sentence"]), rows
         except (KeyError, TypeError) as error:
             raise TaskferryError(f"{path / 'taskferry.json'} is no record of taskferry: {error!r}") from error
-    if path.is_file():
+    if path.is_file() and not gguf.owns(given):
         if is_task_vector(path):
             tau = TaskVector.load(path)
             return f"task vector: {len(tau)} changed parameters, norm {tau.norm():.4g}", _changes(tau)
@@ -66,10 +66,12 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
         raise TaskferryError(f"{given} is neither an alignment nor a task vector of taskferry")
     if is_adapter(folder := Path(resolve(given))):
         return _adapter(folder)
-    model = load_model(given).model
-    sites = find_sites(model)
+    loaded = load_model(given)
+    sites = find_sites(loaded.model)
     columns = ("name", "stack", "block", "role", "shape", "fixed")
-    return f"{type(model).__name__}: {len(sites)} sites", [{c: getattr(site, c) for c in columns} for site in sites]
+    stored = loaded.extra.get("quantised")
+    title = f"{type(loaded.model).__name__}: {len(sites)} sites{f', stored in {stored}' if stored else ''}"
+    return title, [{c: getattr(site, c) for c in columns} for site in sites]
 
 
 def _adapter(path: Path) -> tuple[str, list[dict[str, Any]]]:

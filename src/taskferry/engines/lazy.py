@@ -23,14 +23,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from taskferry.checkpoints import Loaded, huggingface
-from taskferry.checkpoints.folders import read_index
+from taskferry.checkpoints.folders import INDEX, tensor_files
+from taskferry.checkpoints.quantised import by_blocks, form_of, same_form, write_plain
+from taskferry.checkpoints.scales import Scales, read_tensor
 from taskferry.checkpoints.vocabulary import resized
 from taskferry.disk.files import hash_tensor, is_finite, write_plain_safetensors
 from taskferry.engines.memory import freed
 from taskferry.errors import TaskferryError
 from taskferry.taskvector import LazyDeltas, TaskVector, as_dense, match_names
-
-INDEX = "model.safetensors.index.json"
 
 
 class LazyModel:
@@ -40,8 +40,14 @@ class LazyModel:
         self.given, self.folder, self.device = given, folder, torch.device(device)
         self.changes = TaskVector({})  # added to what is read
         self._cache: dict[str, Tensor] = {}  # what several readers of one part of the weights share
+        self.form = form_of(folder)
+        by_blocks(given, self.form)
         self.model, self.dtype = huggingface.skeleton(folder)
-        self.files = _files(folder)
+        self.files = tensor_files(folder)
+        if not self.files:
+            raise TaskferryError(f"{folder} has no safetensors files: block by block needs them")
+        self.scales = Scales(self.form, self.files)
+        self.extra = {"dtype": self.dtype, "quantised": self.form and self.form.says}
         self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         try:
             self.stored = match_names(self.shapes, self.files)  # parameter -> name in the checkpoint
@@ -65,7 +71,7 @@ class LazyModel:
 
     def loaded(self) -> Loaded:
         """For tokenizers and transforms: the skeleton, with where it came from."""
-        return Loaded(self.model, self.given, self.folder, huggingface, extra={"dtype": self.dtype})
+        return Loaded(self.model, self.given, self.folder, huggingface, extra=dict(self.extra))
 
     def under(self, path: str) -> list[str]:
         """The parameters of one module."""
@@ -77,7 +83,7 @@ class LazyModel:
         return [name for name in self.shapes if not name.startswith(inside)]
 
     def read(self, names: Iterable[str], dtype: torch.dtype | None = torch.float32) -> Iterator[tuple[str, Tensor]]:
-        """Parameters as they are stored, or in another precision; changes are added in float32."""
+        """Parameters as they are stored (quantised ones in float32), or in another precision; changes are added."""
         for name, stored in self._stored_values(names):
             # A copy in any case: nothing may point into the mapped file.
             value = stored.to(dtype or stored.dtype, copy=True)
@@ -97,12 +103,16 @@ class LazyModel:
             try:
                 with safe_open(str(path), framework="pt") as file:
                     for name in inside:
-                        tensor: Tensor = file.get_tensor(self.stored[name])
+                        stored: Tensor = file.get_tensor(self.stored[name])
+                        tensor = self.scales.restore(self.stored[name], stored, self._read)
                         if not is_finite(tensor):
                             raise TaskferryError(f"{path}: {name} holds numbers that are not finite: it is damaged")
                         yield name, tensor
             except (SafetensorError, OSError) as error:
                 raise TaskferryError(f"{path} cannot be read: {error}") from error
+
+    def _read(self, name: str) -> Tensor:
+        return read_tensor(self.files[name], name)
 
     @contextmanager
     def cached(self, names: Iterable[str], wanted: bool = True) -> Iterator[None]:
@@ -145,20 +155,26 @@ class LazyModel:
         parts = [part for part in parts if part]
         for number, names in enumerate(parts, 1):
             file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-            tensors = {self.stored[name]: value for name, value in moved.read(names, dtype=None)}
+            tensors = {self.stored[name]: value for name, value in moved.as_written(names)}
             write_plain_safetensors(folder / file, tensors)
             shards |= dict.fromkeys(tensors, file)
             total += sum(value.nbytes for value in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shards.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         huggingface.copy_side_files(self.folder, folder)
+        write_plain(folder, self.dtype)
+
+    def as_written(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Parameters in the precision they are stored in, quantised ones in that of the model."""
+        for name, value in self.read(names, dtype=None):
+            yield name, value.to(self.dtype) if self.scales.has_scale(self.stored[name]) else value
 
     def check(self, folder: Path, tau: TaskVector) -> None:
         """Read what was written, one parameter at a time, and compare it with what was meant."""
         written = LazyModel(str(folder), folder)
         meant = self.plus(tau)
         for name in self.shapes:
-            found, value = (next(model.read([name], dtype=None))[1] for model in (written, meant))
+            found, value = (next(model.as_written([name]))[1] for model in (written, meant))
             if found.dtype != value.dtype or not torch.equal(found, value):
                 raise TaskferryError(f"{name} was not written as it was meant: nothing was kept")
 
@@ -171,23 +187,6 @@ class LazyModel:
         tie = getattr(self.model, "tie_weights", None)
         if callable(tie):
             tie()
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file, from the index or from the files themselves."""
-    index = folder / INDEX
-    if index.is_file():
-        return read_index(index)
-    found: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                found |= dict.fromkeys(file.keys(), path)
-        except (SafetensorError, OSError) as error:
-            raise TaskferryError(f"{path} is no safetensors file: {error}") from error
-    if not found:
-        raise TaskferryError(f"{folder} has no safetensors files: block by block needs them")
-    return found
 
 
 class DiskDeltas(LazyDeltas):
@@ -220,6 +219,7 @@ class Difference(LazyDeltas):
     """tuned − base of two models on disk."""
 
     def __init__(self, base: LazyModel, tuned: LazyModel) -> None:
+        same_form((base.given, base.extra["quantised"]), (tuned.given, tuned.extra["quantised"]))
         self.left_out = resized(base.model, tuned.shapes)
         both = (tuned.shapes, base.shapes)
         differing = {n for n in both[0].keys() | both[1].keys() if both[0].get(n) != both[1].get(n)}

@@ -13,7 +13,7 @@ from taskferry.disk.files import hash_parameters
 from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
-from taskferry.jobs.output import in_form, output_kind, write_output
+from taskferry.jobs.output import dequantised, in_form, output_kind, write_output
 from taskferry.jobs.record import Outcome, applied, make_record, summary
 from taskferry.jobs.spectrum import energy_moved
 from taskferry.settings import ApplySettings
@@ -45,6 +45,7 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
     final, cut = in_form(settings, kind, settings.scale * moved)
     table = alignment.table()
     record = apply_record(command, settings, inputs.hashes(), alignment, table, moved, tuned, **cut)
+    record["verdict"]["sentence"] += dequantised(kind, target)
     write_output(settings, kind, final, target, tuned.adapter, record, inputs)
     return Outcome(record, settings.out)
 

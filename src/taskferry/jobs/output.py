@@ -49,6 +49,15 @@ def in_form(settings: OutputSettings, kind: str, tau: TaskVector) -> tuple[TaskV
     return low, {"truncation": errors, "not_in_the_lora": lost}
 
 
+def dequantised(kind: str, target: Loaded | LazyModel | Skeleton) -> str:
+    """A sentence where a model is written in other numbers than its target is stored in."""
+    stored = None if isinstance(target, Skeleton) else target.extra.get("quantised")
+    if kind != "model" or isinstance(target, Skeleton) or stored is None:
+        return ""
+    precision = str(target.extra["dtype"]).removeprefix("torch.")
+    return f" The target is stored in {stored}: the model is written dequantised, in {precision}."
+
+
 def write_output(
     settings: TransferSettings | ApplySettings,
     kind: str,

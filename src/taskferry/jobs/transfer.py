@@ -12,7 +12,7 @@ from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
 from taskferry.fitting.scale import ScaleCurve
 from taskferry.jobs.opening import Opened, opened
-from taskferry.jobs.output import FORMS, in_form, output_kind, write_output
+from taskferry.jobs.output import FORMS, dequantised, in_form, output_kind, write_output
 from taskferry.jobs.plan import plan_job
 from taskferry.jobs.record import Outcome, Reporter, make_record, summary, verdict
 from taskferry.jobs.settings import TransferSettings
@@ -84,6 +84,7 @@ def transfer(
         helps = curve.helps or (refined is not None and refined.kept > 0)
         if not helps or not models.first:
             return Outcome(record, None)
+        record["verdict"]["sentence"] += dequantised(kind, models.target)
         write_output(settings, kind, written, models.target, models.tuned.adapter, record, models.inputs, timing)
         return Outcome(record, settings.out)
 
@@ -130,5 +131,5 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
         "engine": models.pair.engine,
         "objective": prepared.objectives[1].describe(),
         "scale": "chosen on the samples" if settings.scale == "auto" else f"{settings.scale:g}",
-        "output": f"{FORMS[kind]} in {settings.out}",
+        "output": f"{FORMS[kind]} in {settings.out}{dequantised(kind, models.target).replace(' The', ': the')}",
     }
