@@ -67,6 +67,57 @@ def test_bitsandbytes(bits: int, world: Path, tmp_path: Path) -> None:
 
 
 def test_bitsandbytes_turns_the_layers_of_gpt2(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2}
+    cls = transformers.GPT2LMHeadModel
+    cls(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
+    form = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    cls.from_pretrained(tmp_path / "gpt2", quantization_config=form).save_pretrained(tmp_path / "bnb")
+    after = dict(load_model(str(tmp_path / "bnb")).model.named_parameters())
+    for name, value in cls.from_pretrained(tmp_path / "gpt2").named_parameters():
+        assert float((after[name] - value).abs().max()) < 0.02 * float(value.abs().max()) + 1e-6, name
+
+
+@pytest.mark.parametrize(("library", "form"), [
+    ("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    ("compressed_tensors", compressed("pack-quantized", "group", "int")),
+])  # fmt: skip
+def test_without_its_library(
+    library: str, form: dict[str, Any], world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    folder = configured(world / "a", tmp_path / "q", form, load_file(world / "a" / WEIGHTS))
+    name = library.replace("_", "-")
+    with pytest.raises(TaskferryError, match=f"{name} is needed to read .*: pip install {name}; or give the 16-bit"):
+        load_model(str(folder))
+
+
+def test_packed_weights_of_compressed_tensors(world: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    state, meant = {}, {}
+    for name, value in load_file(world / "a" / WEIGHTS).items():
+        state[name] = meant[name] = value
+        if is_layer(name):
+            parts = state.pop(name).reshape(len(value), -1, 16)
+            scale = parts.abs().amax(2) / 7
+            numbers = (parts / scale[..., None]).round().to(torch.int8)
+            stem = name.removesuffix("weight")
+            state[f"{stem}weight_packed"] = pack_to_int32(numbers.reshape(value.shape), 4)
+            state[f"{stem}weight_scale"] = scale
+            state[f"{stem}weight_shape"] = torch.tensor(value.shape)
+            meant[name] = (numbers * scale[..., None]).reshape(value.shape)
+    form = compressed("pack-quantized", "group", "int")
+    form["config_groups"]["group_0"]["weights"] |= {"num_bits": 4, "group_size": 16, "symmetric": True}
+    model = load_model(str(configured(world / "a", tmp_path / "q", form, state))).model
+    for name, value in model.named_parameters():
+        assert relative(value, meant[name]) < 1e-6, name
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+
+
+def test_mxfp4(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 40}
     heads = {"num_attention_heads": 4, "head_dim": 8, "num_key_value_heads": 2}
     config = transformers.GptOssConfig(**sizes, **heads, num_local_experts=2, num_experts_per_tok=1)
