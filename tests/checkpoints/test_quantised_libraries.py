@@ -86,10 +86,15 @@ def test_without_its_library(
     library: str, form: dict[str, Any], world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    folder = configured(world / "a", tmp_path / "q", form, load_file(world / "a" / WEIGHTS))
+    state = load_file(world / "a" / WEIGHTS)
+    marks = {f"model.layers.0.mlp.up_proj.weight{end}": torch.ones(1) for end in (".absmax", "_packed")}
+    folder = configured(world / "a", tmp_path / "q", form, state | marks)
     name = library.replace("_", "-")
     with pytest.raises(TaskferryError, match=f"{name} is needed to read .*: pip install {name}; or give the 16-bit"):
         load_model(str(folder))
+    plain = configured(world / "a", tmp_path / "plain", form, state)
+    with pytest.raises(TaskferryError, match="its files hold plain weights: take the quantization_config out"):
+        load_model(str(plain))
 
 
 def test_packed_weights_of_compressed_tensors(world: Path, tmp_path: Path) -> None:

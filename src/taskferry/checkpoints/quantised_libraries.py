@@ -9,6 +9,7 @@ them, without wrappers that round activations.
 from __future__ import annotations
 
 import importlib
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from taskferry.checkpoints.quantised import ORIGINAL, Form, without_form
+from taskferry.checkpoints.folders import tensor_files
+from taskferry.checkpoints.quantised import CONFIG, ORIGINAL, Form, traces, without_form
 from taskferry.errors import TaskferryError
 
 _INSTALL = {"compressed_tensors": "compressed-tensors"}
@@ -25,6 +27,11 @@ _INSTALL = {"compressed_tensors": "compressed-tensors"}
 def state_by_library(cls: Any, folder: Path, form: Form) -> dict[str, Tensor]:
     """Parameters and buffers of the model, dequantised, in float32."""
     transformers = importlib.import_module("transformers")
+    files = tensor_files(folder)
+    if files and not traces(files):
+        raise TaskferryError(
+            f"{folder / CONFIG} says {form.says}, and its files hold plain weights: take the quantization_config out"
+        )
     needed(folder, form)
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with warnings.catch_warnings():
@@ -39,7 +46,8 @@ def state_by_library(cls: Any, folder: Path, form: Form) -> dict[str, Tensor]:
             **_wishes(transformers, form),
         )
         if form.method == "bitsandbytes":
-            model = model.dequantize(torch.float32)
+            takes = inspect.signature(model.dequantize).parameters  # a precision, since transformers 5
+            model = model.dequantize(*([torch.float32] if takes else []))
     plain = plain_skeleton(cls, config)
     state = _upright(model, plain)
     odd = next((n for n, tensor in state.items() if not _is_plain(tensor, plain, n)), None)
@@ -83,10 +91,14 @@ def _upright(model: nn.Module, plain: nn.Module) -> dict[str, Tensor]:
     """Weights that lie as in the plain model: bitsandbytes keeps those of a Conv1D [in, out] as [out, in]."""
     wanted = {name for name, _ in plain.named_parameters()} | {name for name, _ in plain.named_buffers()}
     lying = {n for n, m in plain.named_modules() if type(m).__name__ == "Conv1D" and _is_linear(model, n)}
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items() if name in wanted}
+    state = {name: _precise(tensor.detach()) for name, tensor in model.state_dict().items() if name in wanted}
     for name in lying:
         state[f"{name}.weight"] = state[f"{name}.weight"].T.contiguous()
     return state
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _is_linear(model: nn.Module, name: str) -> bool:
