@@ -144,7 +144,7 @@ def test_other_eight_bit_forms(form: str, world: Path, tmp_path: Path) -> None:
         assert not is_layer(name) or not torch.equal(whole[name], value)
 
 
-@pytest.mark.parametrize("form", ["by-channel", "by-tensor", "integers"])
+@pytest.mark.parametrize("form", ["by-channel", "by-tensor"])
 def test_they_are_what_compressed_tensors_makes_of_them(form: str, world: Path, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     folder, _ = stored(world, tmp_path / form, form)
@@ -180,7 +180,7 @@ def test_the_command_refuses(engine: str, world: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("what", ["scale", "shape", "block", "packed", "rotated", "order"])
+@pytest.mark.parametrize("what", ["scale", "shape", "block", "packed", "rotated", "order", "zero"])
 def test_damaged_and_unknown_scales(what: str, world: Path, tmp_path: Path) -> None:
     state = load_file(world / "a-fp8" / WEIGHTS)
     form = json.loads((world / "a-fp8" / "config.json").read_text())["quantization_config"]
@@ -195,6 +195,8 @@ def test_damaged_and_unknown_scales(what: str, world: Path, tmp_path: Path) -> N
         state[name] = torch.zeros(64, 16, dtype=torch.int8)
     if what == "rotated":
         form = {**compressed("float-quantized", "channel", "float"), "transform_config": {"config_groups": {"u": {}}}}
+    if what == "zero":
+        state[f"{name}_zero_point"] = torch.zeros(16, 1, dtype=torch.int32)
     if what == "order":
         state[f"{name}_g_idx"] = torch.arange(32)
     folder = configured(world / "a", tmp_path / "q", form, state)

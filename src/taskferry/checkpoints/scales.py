@@ -56,7 +56,12 @@ class Scales:
             raise TaskferryError(f"{where}: {name} is stored as {_called(stored)}, packed somehow: {ORIGINAL}")
         values = stored.float()
         if f"{name}{_ZERO}" in self.files:
-            values -= self._spread(name, read(f"{name}{_ZERO}").float(), values.shape)
+            zero = read(f"{name}{_ZERO}")
+            if zero.dtype not in _EIGHT_BITS:
+                raise TaskferryError(
+                    f"{where}: the zero points of {name} are {_called(zero)}, packed somehow: {ORIGINAL}"
+                )
+            values -= self._spread(name, zero.float(), values.shape)
         factors = read(scale)
         # A byte is the exponent of a power of two.
         factors = (factors.float() - 127).exp2() if factors.dtype == torch.uint8 else factors.float()
