@@ -58,9 +58,7 @@ class Scales:
         if f"{name}{_ZERO}" in self.files:
             zero = read(f"{name}{_ZERO}")
             if zero.dtype not in _EIGHT_BITS:
-                raise TaskferryError(
-                    f"{where}: the zero points of {name} are {_called(zero)}, packed somehow: {ORIGINAL}"
-                )
+                raise TaskferryError(f"{where}: {name} has zero points of {_called(zero)}: {ORIGINAL}")
             values -= self._spread(name, zero.float(), values.shape)
         factors = read(scale)
         # A byte is the exponent of a power of two.
