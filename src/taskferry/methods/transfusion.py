@@ -114,13 +114,17 @@ class Spaces:
         for space, axes in self.axes.items():
             for name, axis, site, _ in axes:
                 if name in result:
-                    view = own_form(result[name], site)
-                    view.copy_(view.index_select(axis, order[space].to(view.device)).clone())
+                    part = own_form(result[name], site)
+                    turned = part.index_select(axis, order[space].to(part.device))
+                    if site is None:
+                        part.copy_(turned)
+                    else:
+                        site.put(turned, site.oriented(result[name]))
         return result
 
 
 def own_form(stored: Tensor, site: Site | None) -> Tensor:
-    """A view in the form [out, in] of a site's weight, [out] of its bias; other parameters as they are."""
+    """The form [out, in] of a site's weight, [out] of its bias; other parameters as they are."""
     if site is None:
         return stored
     if stored.ndim == 1:
