@@ -70,6 +70,8 @@ PACKED = {
     )
 }  # fmt: skip
 
+BIGCODE = _encoder("bigcode", "GPTBigCodeModel", multi_query=False, n_inner=lambda w, _: 2 * w)  # heads in runs
+
 
 def _every(n: int, often: str) -> Callable[[int, int], list[str]]:
     """Full attention in every n-th block, another kind in the rest."""

@@ -59,9 +59,13 @@ class Spaces:
     @classmethod
     def of(cls, model: nn.Module) -> Spaces:
         """The spaces of a transformer without rotary positions or norms inside heads."""
-        if any("rotary" in type(module).__name__.lower() for module in model.modules()):
+        config = getattr(model, "config", None)
+        rotary = any("rotary" in type(module).__name__.lower() for module in model.modules())
+        if rotary or getattr(config, "rotary_dim", None):
             raise CannotMove("transfusion cannot permute inside heads with rotary positions")
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        if getattr(config, "model_type", "") in ("bloom", "mpt") or getattr(config, "alibi", False):
+            raise CannotMove("transfusion cannot permute heads that weigh distances each in its own way (ALiBi)")
+        if getattr(config, "is_encoder_decoder", False):
             raise CannotMove("transfusion does not know the spaces of an encoder-decoder")
         family = family_of(model)
         sites = find_sites(model)

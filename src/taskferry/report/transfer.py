@@ -123,7 +123,7 @@ def coverage_section(coverage: Record, energy: Record | None = None) -> Section:
     notes = Counter(row["note"] for row in rows if row.get("note"))
     if notes:
         chosen: list[list[Cell]] = [[note, Number(n, str(n))] for note, n in notes.most_common()]
-        tables.append(Table("Moved, but not from the block at the same depth or of the same kind", ["", ""], chosen))
+        tables.append(Table("Moved from a block at another depth, or of another kind", ["how", "parameters"], chosen))
     stayed = (energy or {}).get("stayed", {}).items()
     shares: list[list[Cell]] = [[where, Number(share, f"{100 * share:.1f} %")] for where, share in stayed]
     if shares:
