@@ -80,7 +80,7 @@ def test_blocks_move_what_whole_models_move(name: str, depths: tuple[int, int], 
         assert found == pytest.approx(known, rel=1e-6)
 
 
-@pytest.mark.parametrize(("name", "depths"), [("gemma3", (4, 6)), ("gemma3", (6, 4)), ("qwen3.5", (4, 6))])
+@pytest.mark.parametrize(("name", "depths"), [("gemma3", (4, 6)), ("qwen3.5", (4, 6))])
 def test_blocks_of_several_kinds_cross_in_depth(name: str, depths: tuple[int, int], tmp_path: Path) -> None:
     """A source block that is asked for again, after those below it, has its gradient still."""
     whole, blocks, tau = pairs(MIXED[name], depths, tmp_path)
