@@ -268,7 +268,7 @@ def test_phi_3_moves_as_the_llama_that_computes_the_same(low_rank: bool) -> None
             assert relative(whole, torch.cat(pieces)) < 1e-9, packed
 
 
-@pytest.mark.parametrize("name", ["neox", "bloom", "falcon-heads"])
+@pytest.mark.parametrize("name", ["neox", "falcon-heads"])  # not Bloom, whose heads weigh distances each in its own way
 def test_planted_heads_are_found_again(name: str) -> None:
     """The target is the source with its heads in another order: the change comes out in that order."""
     tiny = PACKED[name]
