@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from taskferry import Alignment, Batch, Calibration, LowRank, TaskferryError, TaskVector, fit
 from taskferry.fitting.solve import NO_SIGNAL, UNREACHED
+from tests.helpers.architectures import PACKED
 from tests.helpers.tiny import TINY, tuned
 
 
@@ -159,6 +161,32 @@ def test_a_damaged_alignment_is_refused(llama: Alignment, tmp_path: Path) -> Non
     (tmp_path / "cut.alignment").write_bytes(data[: len(data) // 2])
     with pytest.raises(TaskferryError, match="no readable safetensors file"):
         Alignment.load(tmp_path / "cut.alignment")
+
+
+def test_rows_in_runs_are_saved_and_files_from_before_are_read(tmp_path: Path) -> None:
+    """GPT-NeoX has q, k and v head by head; a file of an earlier release knows neither runs nor kinds nor notes."""
+    tiny = PACKED["neox"]
+    A = tiny.model(16, 2, 1)
+    alignment = fit(A, tiny.model(24, 3, 2), tiny.calibration(8), tiny.objective)
+    alignment.save(tmp_path / "a.alignment")
+    loaded = Alignment.load(tmp_path / "a.alignment")
+    assert loaded.pairs == alignment.pairs
+    assert {pair.target.rows for pair in loaded.pairs} == {None, (0, 6, 18), (6, 12, 18), (12, 18, 18)}
+    tau = TaskVector.between(dict(A.named_parameters()), tuned(A))
+    for name, delta in alignment.apply(tau).deltas.items():
+        assert torch.equal(loaded.apply(tau).deltas[name], delta)  # type: ignore[arg-type]
+    for wrong in ((0, 6, 4), (0, 6, 12), (6, 6, 18), (0, 6, 18, 2)):
+        pair = next(pair for pair in alignment.pairs if pair.target.rows == (0, 6, 18))
+        damaged = replace(pair, target=replace(pair.target, rows=wrong))
+        pairs = tuple(damaged if p is pair else p for p in alignment.pairs)
+        replace(alignment, pairs=pairs).save(tmp_path / "wrong.alignment")
+        with pytest.raises(TaskferryError, match="does not fit"):
+            Alignment.load(tmp_path / "wrong.alignment")
+    tensors, header = alignment.tensors()
+    header = json.loads(json.dumps(header))
+    for pair in header["pairs"]:
+        del pair["note"], pair["source"]["kind"], pair["target"]["kind"]
+    assert Alignment.from_tensors(tensors, header, "old").pairs == alignment.pairs
 
 
 def test_only_the_maps_that_are_needed_are_solved() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from taskferry.coverage import Coverage, Row
+from taskferry.coverage import Coverage, Row, Status
 from taskferry.disk.files import hash_tensor, is_kind, open_safetensors, write_safetensors
 from taskferry.display.tables import ROWS, panel
 from taskferry.errors import TaskferryError
@@ -38,6 +38,7 @@ class AlignedPair:
     source: Site
     target: Site
     reads: str
+    note: str = ""  # how the source's block was chosen, where not by depth alone
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,7 +95,8 @@ class Alignment:
             if part.parts:
                 whole = not part.missing and not lost
                 reason = "; ".join(filter(None, [reason, *lost]))
-                rows.append(Row(name, shape, "moved" if whole else "partly", reason, tuple(part.sources)))
+                status: Status = "moved" if whole else "partly"
+                rows.append(Row(name, shape, status, reason, tuple(part.sources), "; ".join(part.notes)))
             else:
                 rows.append(Row(name, shape, "kept", NO_CHANGE))
         paired = {pair.source.weight for pair in self.pairs} | {pair.source.bias for pair in self.pairs}
@@ -197,7 +199,8 @@ class Alignment:
                 maps[side].setdefault(key, {})[kind] = tensor
             alignment = cls(
                 pairs=tuple(
-                    AlignedPair(_site(pair["source"]), _site(pair["target"]), pair["reads"]) for pair in header["pairs"]
+                    AlignedPair(_site(pair["source"]), _site(pair["target"]), pair["reads"], pair.get("note", ""))
+                    for pair in header["pairs"]
                 ),
                 R_in={key: Map(**tensors) for key, tensors in maps["in"].items()},
                 R_out={key: Map(**tensors) for key, tensors in maps["out"].items()},
@@ -268,9 +271,9 @@ class _Move:
                 key = (source.weight, pair.reads)
                 if key not in self.rights:
                     self.rights[key] = R_in(oriented.right)
-                weight.add(target, source.weight, LowRank(R_out.columns(left), self.rights[key]))
+                weight.add(pair, source.weight, LowRank(R_out.columns(left), self.rights[key]))
             else:
-                weight.add(target, source.weight, bilinear(R_out, source.read(delta), R_in))
+                weight.add(pair, source.weight, bilinear(R_out, source.read(delta), R_in))
         else:
             weight.miss(target)
         if target.bias is not None:
@@ -278,7 +281,7 @@ class _Move:
             shift = None if source.bias is None else self.deltas.get(source.bias)
             if source.bias is not None and isinstance(shift, Tensor):
                 self.used.add(source.bias)
-                bias.add(target, source.bias, R_out(source.read_bias(shift)[None])[0])
+                bias.add(pair, source.bias, R_out(source.read_bias(shift)[None])[0])
             else:
                 bias.miss(target)
 
@@ -296,11 +299,14 @@ class _Assembly:
         self.shape = shape
         self.parts: list[tuple[Site, Delta]] = []
         self.sources: dict[str, None] = {}
+        self.notes: dict[str, None] = {}
         self.missing: list[str] = []
 
-    def add(self, target: Site, source: str, delta: Delta) -> None:
-        self.parts.append((target, delta))
+    def add(self, pair: AlignedPair, source: str, delta: Delta) -> None:
+        self.parts.append((pair.target, delta))
         self.sources[source] = None
+        if pair.note:
+            self.notes[pair.note] = None
 
     def miss(self, target: Site) -> None:
         self.missing.append(target.role)
@@ -313,10 +319,10 @@ class _Assembly:
             return self._stored(first, self._pack_low_rank())
         # A packed matrix is put together in the orientation [out, …]; rows that did not move stay zero.
         out = self.shape[-1] if first.transposed else self.shape[0]
-        dense = [(site.rows or (0, 0), as_dense(p)) for site, p in self.parts]
+        dense = [(site, as_dense(p)) for site, p in self.parts]
         whole = dense[0][1].new_zeros(out, *dense[0][1].shape[1:])
-        for (start, stop), part in dense:
-            whole[start:stop] = part
+        for site, part in dense:
+            site.put(part, whole)
         return self._stored(first, whole)
 
     def _pack_low_rank(self) -> LowRank:
@@ -330,7 +336,7 @@ class _Assembly:
             if group is None:
                 group = LowRank(part.left.new_zeros(rows, part.rank), part.right)
                 groups[id(part.right)] = group
-            group.left[site.rows[0] : site.rows[1]] = part.left
+            site.put(part.left, group.left)
         return LowRank(
             torch.cat([group.left for group in groups.values()], 1),
             torch.cat([group.right for group in groups.values()], 0),

@@ -24,6 +24,7 @@ class Row:
     status: Status
     reason: str = ""  # why it, or part of it, did not move
     sources: tuple[str, ...] = ()  # parameters of the source
+    note: str = ""  # how they were chosen, where not by depth alone
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Coverage:
     def summary(self) -> str:
         """One line a reason, for people."""
         lines = [f"{len(self.moved())} of {len(self.rows)} parameters of the target moved"]
+        for note, count in Counter(row.note for row in self.rows if row.note).most_common():
+            lines.append(f"  {count} moved {note}")
         for reason, count in Counter(self.kept().values()).most_common():
             lines.append(f"  {count} kept: {reason}")
         for row in self.rows:
@@ -69,7 +72,7 @@ class Coverage:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        reasons = Counter((row.status, row.reason) for row in self.rows)
+        reasons = Counter((row.status, row.reason or row.note) for row in self.rows)
         shown: list[tuple[int, str, str]] = [
             (count, status, reason) for (status, reason), count in reasons.most_common()
         ]

@@ -24,6 +24,7 @@ from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.statistics import Capture
 from taskferry.methods import FOLDS, Job, run
 from tests.helpers import folders
+from tests.helpers.architectures import MIXED
 from tests.helpers.command import taskferry
 from tests.helpers.tiny import TINY, VOCABULARY, Tiny, hf, relative
 
@@ -77,6 +78,19 @@ def test_blocks_move_what_whole_models_move(name: str, depths: tuple[int, int], 
     scales = [0.0, 0.5, 1.0]
     for found, known in zip(blocks.losses([other.tau], scales), whole.losses([one.tau], scales), strict=True):
         assert found == pytest.approx(known, rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "depths"), [("gemma3", (4, 6)), ("qwen3.5", (4, 6))])
+def test_blocks_of_several_kinds_cross_in_depth(name: str, depths: tuple[int, int], tmp_path: Path) -> None:
+    """A source block that is asked for again, after those below it, has its gradient still."""
+    whole, blocks, tau = pairs(MIXED[name], depths, tmp_path)
+    order = [pair.source.block for pair in whole.pairs if pair.target.role == "mlp.down"]
+    assert order != sorted(order)  # type: ignore[type-var]
+    one, other = run("bico", Job(whole, tau)), run("bico", Job(blocks, tau))
+    assert set(one.tau.deltas) == set(other.tau.deltas)
+    for parameter, change in one.tau.deltas.items():
+        assert relative(other.tau.deltas[parameter], change) < 1e-6, parameter  # type: ignore[arg-type]
+    assert one.tau.coverage == other.tau.coverage
 
 
 def test_blocks_know_their_micro_batches_by_number(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from taskferry.methods.gradfix import descent_signs, singles
 from taskferry.methods.transfusion import Spaces, match_permutations
 from taskferry.sites import family_of
 from taskferry.sites.family import HEAD
+from tests.helpers.architectures import BIGCODE, PACKED
 from tests.helpers.tiny import TINY, double, job, rebuilt, relative, tuned
 from tests.properties.equivariant import Embedding, Equivariant, Widths, calibration, distance, loss, random_task_vector
 
@@ -205,9 +206,9 @@ def shuffled(model: nn.Module, seed: int = 0) -> tuple[nn.Module, dict[str, torc
     return copied, order, spaces
 
 
-@pytest.mark.parametrize("name", ["vit", "openclip", "openclip-own-attention", "timm", "bert", "clip"])
+@pytest.mark.parametrize("name", ["vit", "openclip", "openclip-own-attention", "timm", "bert", "clip", "bigcode"])
 def test_a_permuted_model_computes_the_same_function(name: str) -> None:
-    tiny = TINY[name]
+    tiny = BIGCODE if name == "bigcode" else TINY[name]
     model = tiny.model(16, 2, 0)
     other, order, _ = shuffled(model)
     assert any(not torch.equal(o, torch.arange(len(o))) for o in order.values())
@@ -215,7 +216,7 @@ def test_a_permuted_model_computes_the_same_function(name: str) -> None:
     family = family_of(model)
     with torch.no_grad():
         one, two = family.features(model, batch), family.features(other, batch)
-    if name in ("vit", "timm", "bert"):  # features are coordinates of the residual stream
+    if name in ("vit", "timm", "bert", "bigcode"):  # features are coordinates of the residual stream
         residual = next(o for space, o in order.items() if space.endswith("residual"))
         one = one[:, residual]
     assert torch.allclose(one, two, atol=1e-4)
@@ -469,6 +470,12 @@ def test_methods_with_maps_leave_them_and_run_on_every_engine(name: str) -> None
 def test_transfusion_refuses_what_it_cannot_keep_true(name: str) -> None:
     with pytest.raises(CannotMove, match="transfusion does not know"):
         Spaces.of(TINY[name].model(16, 2, 0))
+
+
+@pytest.mark.parametrize("name", ["neox", "gptj", "codegen", "bloom", "mpt"])
+def test_transfusion_refuses_heads_that_cannot_change_places(name: str) -> None:
+    with pytest.raises(CannotMove, match=r"rotary positions|ALiBi"):
+        Spaces.of(PACKED[name].model(16, 2, 0))
 
 
 def test_theseus_needs_no_labels() -> None:

@@ -219,10 +219,11 @@ def _align(
     by_block: dict[int | None, list[Pair]] = {}
     for pair in pairs:
         by_block.setdefault(_block_of(pair.target.weight, at_B), []).append(pair)
+    takes = {j: {_block_of(pair.source.weight, at_A) for pair in mine} for j, mine in by_block.items()}
     at = len(source.blocks) - 1  # the source block whose output gradient is known
     for j in reversed(range(len(target.blocks))):
         mine = by_block.get(j, [])
-        blocks = {_block_of(pair.source.weight, at_A) for pair in mine}
+        blocks = takes.get(j, set())
         if None in blocks or len(blocks) > 1:
             raise TaskferryError(
                 f"block {j} takes from blocks {sorted(map(str, blocks))} of the source: not block by block"
@@ -230,10 +231,11 @@ def _align(
         wanted = next(iter(blocks), at)
         if capture.backward:
             while wanted is not None and at > wanted:
-                _skip((run for run, _ in runs), at)
+                later = any(at in takes.get(k, ()) for k in range(j))  # kinds of block may cross in depth
+                _skip([run for run, _ in runs], at, later)
                 at -= 1
         if mine:
-            yield from _solve(runs, calibration, mine, capture, maps, (at if capture.backward else wanted or 0, j))
+            yield from _solve(runs, calibration, mine, capture, maps, (wanted or 0, j))
         if capture.backward:
             for _, run in runs:
                 if not mine:
@@ -244,13 +246,16 @@ def _align(
     outside = by_block.get(None, [])
     if outside:
         while capture.backward and at >= 0:
-            _skip((run for run, _ in runs), at)
+            _skip([run for run, _ in runs], at)
             at -= 1
         yield from _solve(runs, calibration, outside, capture, maps, None)
 
 
-def _skip(runs: Iterator[BlockwiseModel], j: int) -> None:
+def _skip(runs: Sequence[BlockwiseModel], j: int, later: bool = False) -> None:
+    """One block further down; the gradient at the output of one that is asked for later is stored."""
     for run in runs:
+        if later:
+            run.keep(j)
         with run.block(j):
             run.pull(j)
         run.step(j)

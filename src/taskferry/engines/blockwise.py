@@ -82,6 +82,7 @@ class BlockwiseModel:
         self.cross_leaves: list[list[Tensor]] = [[] for _ in range(count)]
         self.cross_gradients: list[dict[int, Tensor]] = [{} for _ in range(count)]
         self.entries: dict[int, list[Tensor]] = {}  # stack -> gradients at its first block's input
+        self.kept: set[int] = set()  # blocks whose output gradient is on disk
         self.loss = 0.0
         self._arrived = False  # whether the loss is known, and the edges are gradients
         self._bound: Loss = self._unbound
@@ -106,7 +107,8 @@ class BlockwiseModel:
             leaf = self._stored(f"into-{j}", k).requires_grad_()
             self.leaves[k], self.cross_leaves[k] = leaf, [t.clone().requires_grad_() for t in self.cross[k]]
             output = hidden_of(self._run(j, k, leaf, self.cross_leaves[k]))
-            return (output * self.edges[k]).sum() if self._arrived else output.sum()
+            edge = self._stored(f"gradient-{j}", k) if j in self.kept else self.edges[k]
+            return (output * edge).sum() if self._arrived else output.sum()
 
         return Side(self.model, loss)
 
@@ -124,6 +126,11 @@ class BlockwiseModel:
             return value + inner_products(self._crossing(k, calls))
 
         return Side(self.model, loss)
+
+    def keep(self, j: int) -> None:
+        """Store the gradient at block j's output, which is known now: the block can be run again later."""
+        self._store(f"gradient-{j}")
+        self.kept.add(j)
 
     def pull(self, j: int) -> None:
         """Backward through block j without looking at its sites; its weights are in memory."""

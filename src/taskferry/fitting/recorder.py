@@ -44,8 +44,9 @@ class Call:
 class Recorder(TorchFunctionMode):
     """Calls `on_forward(call, x, y)` in the forward pass and `on_gradient(call, g)` in the backward pass.
 
-    x: [n, L, in], y and g: [n, L, out] are views of what torch computed, never copies: keep no reference
-    longer than the micro-batch. Only what is recorded needs a gradient, so frozen parameters stay frozen.
+    x: [n, L, in], y and g: [n, L, out] are views of what torch computed, copies only where a site's rows lie in runs:
+    keep no reference longer than the micro-batch. Only what is recorded needs a gradient, so frozen parameters stay
+    frozen.
     """
 
     def __init__(
@@ -113,7 +114,8 @@ class Recorder(TorchFunctionMode):
             weight = base
         sites = [site for site in self._sites.get(id(weight), ()) if site.transposed == transposed]
         if last is not None:
-            sites = [s for s in sites if s.rows is not None and first <= s.rows[0] and s.rows[1] <= last]
+            whole = [(site, site.rows) for site in sites if site.rows is not None and len(site.rows) == 2]
+            sites = [site for site, (start, stop) in whole if first <= start and stop <= last]
         return sites, first
 
     def _record(
@@ -145,7 +147,7 @@ class Recorder(TorchFunctionMode):
         number = self._number(x)
         calls = []
         for site in sites:
-            inside, outside = self._as_tokens(site, rows), self._as_tokens(site, _own(site, outputs, first_row))
+            inside, outside = self._as_tokens(site, rows), self._as_tokens(site, site.own(outputs, -1, first_row))
             if inside is None or outside is None:
                 continue
             calls.append(Call(site, self._calls[site.name], number))
@@ -156,7 +158,7 @@ class Recorder(TorchFunctionMode):
 
     def _gradient(self, calls: list[Call], first_row: int, g: Tensor) -> None:
         for call in calls:
-            tokens = self._as_tokens(call.site, _own(call.site, g, first_row))
+            tokens = self._as_tokens(call.site, call.site.own(g, -1, first_row))
             if tokens is not None:
                 self.on_gradient(call, tokens)
 
@@ -188,11 +190,6 @@ class Recorder(TorchFunctionMode):
         if rest or (expected is not None and length not in (1, expected)):
             return None
         return x.reshape(n, length, x.shape[-1])
-
-
-def _own(site: Site, outputs: Tensor, first_row: int) -> Tensor:
-    """This site's part of a packed matrix's outputs."""
-    return outputs if site.rows is None else outputs[..., site.rows[0] - first_row : site.rows[1] - first_row]
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *names: str) -> Any:

@@ -69,7 +69,7 @@ class Solved:
             if name not in reads:
                 self.reasons[name] = UNREACHED
             elif self.inputs[reads[name]][1].rank and self.outputs[name][1].rank:
-                self.pairs.append(AlignedPair(pair.source, pair.target, reads[name]))
+                self.pairs.append(AlignedPair(pair.source, pair.target, reads[name], pair.note))
             else:
                 self.reasons[name] = NO_SIGNAL
 

@@ -45,7 +45,7 @@ def identity_alignment(pair: ModelPair) -> Alignment:
         return {p.target.name: Map(R=torch.eye(p.source.shape[side], p.target.shape[side])) for p in pair.pairs}
 
     return Alignment(
-        pairs=tuple(AlignedPair(p.source, p.target, p.target.name) for p in pair.pairs),
+        pairs=tuple(AlignedPair(p.source, p.target, p.target.name, p.note) for p in pair.pairs),
         R_in=same(1),
         R_out=same(0),
         quality_in={},

@@ -59,9 +59,13 @@ class Spaces:
     @classmethod
     def of(cls, model: nn.Module) -> Spaces:
         """The spaces of a transformer without rotary positions or norms inside heads."""
-        if any("rotary" in type(module).__name__.lower() for module in model.modules()):
+        config = getattr(model, "config", None)
+        rotary = any("rotary" in type(module).__name__.lower() for module in model.modules())
+        if rotary or getattr(config, "rotary_dim", None):
             raise CannotMove("transfusion cannot permute inside heads with rotary positions")
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        if getattr(config, "model_type", "") in ("bloom", "mpt") or getattr(config, "alibi", False):
+            raise CannotMove("transfusion cannot permute heads that weigh distances each in its own way (ALiBi)")
+        if getattr(config, "is_encoder_decoder", False):
             raise CannotMove("transfusion does not know the spaces of an encoder-decoder")
         family = family_of(model)
         sites = find_sites(model)
@@ -114,13 +118,17 @@ class Spaces:
         for space, axes in self.axes.items():
             for name, axis, site, _ in axes:
                 if name in result:
-                    view = own_form(result[name], site)
-                    view.copy_(view.index_select(axis, order[space].to(view.device)).clone())
+                    part = own_form(result[name], site)
+                    turned = part.index_select(axis, order[space].to(part.device))
+                    if site is None:
+                        part.copy_(turned)
+                    else:
+                        site.put(turned, site.oriented(result[name]))
         return result
 
 
 def own_form(stored: Tensor, site: Site | None) -> Tensor:
-    """A view in the form [out, in] of a site's weight, [out] of its bias; other parameters as they are."""
+    """The form [out, in] of a site's weight, [out] of its bias; other parameters as they are."""
     if site is None:
         return stored
     if stored.ndim == 1:

@@ -120,6 +120,10 @@ def coverage_section(coverage: Record, energy: Record | None = None) -> Section:
     why += [[f"a change of the source: {reason}", Number(n, str(n))] for reason, n in unused.most_common()]
     if why:
         tables.append(Table("What stayed, and why", ["reason", "parameters"], why))
+    notes = Counter(row["note"] for row in rows if row.get("note"))
+    if notes:
+        chosen: list[list[Cell]] = [[note, Number(n, str(n))] for note, n in notes.most_common()]
+        tables.append(Table("Moved from a block at another depth, or of another kind", ["how", "parameters"], chosen))
     stayed = (energy or {}).get("stayed", {}).items()
     shares: list[list[Cell]] = [[where, Number(share, f"{100 * share:.1f} %")] for where, share in stayed]
     if shares:

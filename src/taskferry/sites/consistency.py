@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PACKED = 1024  # a packed matrix has at most so many times the rows of one of its parts
-_TEXT = ("name", "weight", "role", "stack", "stream")
+_TEXT = ("name", "weight", "role", "stack", "stream", "kind")
 
 
 def check_alignment(alignment: Alignment, where: str) -> None:
@@ -44,6 +44,7 @@ def check_alignment(alignment: Alignment, where: str) -> None:
         for site in (source, target):
             _need(_is_site(site), where, f"the site {site.name!r}"[:200])
         what = f"{source.name} and {target.name}"
+        _need(isinstance(pair.note, str), where, f"the note of {what}")
         _need(target.name not in names, where, f"{target.name} is there twice")
         names.add(target.name)
         R_in, R_out = _get(alignment.R_in, pair.reads), _get(alignment.R_out, target.name)
@@ -98,7 +99,10 @@ def _is_site(site: Site) -> bool:
     rows = site.rows
     if rows is None:
         return True
-    return len(rows) == 2 and all(map(_is_size, rows)) and rows[1] - rows[0] == site.shape[0]
+    if len(rows) not in (2, 3) or not all(map(_is_size, rows)) or rows[0] >= rows[1]:
+        return False
+    width = rows[1] - rows[0]
+    return width == site.shape[0] if len(rows) == 2 else rows[1] <= rows[2] and site.shape[0] % width == 0
 
 
 def _is_quality(quality: Any) -> bool:
@@ -128,4 +132,7 @@ def _fits(site: Site, parameters: Mapping[str, tuple[int, ...]]) -> bool:
 def _holds(out: int, site: Site) -> bool:
     if site.rows is None:
         return out == site.shape[0]
-    return site.rows[1] <= out <= PACKED * site.shape[0]
+    start, stop, *period = site.rows
+    if period:  # one run of rows for every head
+        return out == site.shape[0] // (stop - start) * period[0] and period[0] <= PACKED * (stop - start)
+    return stop <= out <= PACKED * site.shape[0]

@@ -25,22 +25,24 @@ def find_sites(model: nn.Module, family: Family | None = None) -> list[Site]:
         if not linear.parts:
             sites.append(whole)
             continue
-        start = 0
-        for part, size in linear.parts:
-            role = whole.role.rsplit(".", 1)[0] + "." + part if "." in whole.role else part
-            sites.append(
-                replace(
-                    whole,
-                    name=f"{whole.name}#{part}",
-                    role=role,
-                    rows=(start, start + size),
-                    shape=(size, whole.shape[1]),
-                )
-            )
-            start += size
-        if start != linear.out_features:
-            raise ValueError(f"{linear.weight}: its parts have {start} rows, the matrix {linear.out_features}")
+        sites += _split(whole, linear)
     return _number_blocks(sites)
+
+
+def _split(whole: Site, linear: LinearParameter) -> list[Site]:
+    """One site for every part of a packed matrix; parts that fill only a share of its rows repeat, one run a head."""
+    period = sum(size for _, size in linear.parts)
+    if linear.out_features % period:
+        raise ValueError(f"{linear.weight}: its parts have {period} rows, the matrix {linear.out_features}")
+    runs = linear.out_features // period
+    sites, start = [], 0
+    for part, size in linear.parts:
+        role = whole.role.rsplit(".", 1)[0] + "." + part if "." in whole.role else part
+        rows = (start, start + size) if runs == 1 else (start, start + size, period)
+        shape = (size * runs, whole.shape[1])
+        sites.append(replace(whole, name=f"{whole.name}#{part}", role=role, rows=rows, shape=shape))
+        start += size
+    return sites
 
 
 def block_paths(sites: Iterable[Site]) -> dict[tuple[str, int], str]:

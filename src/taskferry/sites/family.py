@@ -50,6 +50,7 @@ class Family:
             stream=self.stream(model, linear.path, role),
             transposed=linear.transposed,
             fixed=fixed,
+            kind="" if block is None else self.kind(model, f"{prefix}.{block}"),
         )
 
     def is_head(self, path: str) -> bool:
@@ -57,8 +58,15 @@ class Family:
         return split_path(path)[1] is None and any(re.search(head, path) for head in self.heads)
 
     def parts(self, model: nn.Module, path: str, rows: int, columns: int) -> tuple[tuple[str, int], ...]:  # noqa: ARG002
-        """(name, rows) of each output space packed in one matrix, in order; empty for a plain one."""
+        """(name, rows) of each output space packed in one matrix, in order; empty for a plain one.
+
+        Where they add up to a share of all rows, they repeat: q, k and v of one head, then of the next.
+        """
         return ()
+
+    def kind(self, model: nn.Module, block: str) -> str:  # noqa: ARG002
+        """What a block (by its path) is among the blocks of its stack, where a model says so: "sliding attention"."""
+        return ""
 
     def stream(self, model: nn.Module, path: str, role: str) -> str:  # noqa: ARG002
         """Which tokens flow through a site."""

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: BERT, RoBERTa, ViT, CLIP, T5, GPT-2, Llama, Qwen, Whisper and their kin.
+"""Hugging Face transformers: BERT, ModernBERT, ViT, CLIP, T5, GPT-2, GPT-NeoX, Llama, Phi, Whisper and their kin.
 
 transformers itself is never imported: a model brings its classes, and its `config` says the rest.
 """
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from taskferry.calibration.batch import IGNORED, Batch
 from taskferry.sites.family import Family, image_grid
+from taskferry.sites.packing import parts_of
 from taskferry.sites.registry import register
 from taskferry.sites.tokens import Layout
 
@@ -30,15 +31,31 @@ class HuggingFace(Family):
         (rf"{_CROSS}\.(?:k_proj|key|k)", "cross.k"),
         (rf"{_CROSS}\.(?:v_proj|value|v)", "cross.v"),
         (rf"{_CROSS}\.(?:out_proj|o)|crossattention\.output\.dense", "cross.o"),
-        (rf"{_SELF}\.(?:q_proj|query|q|q_lin)", "attn.q"),
-        (rf"{_SELF}\.(?:k_proj|key|k|k_lin)", "attn.k"),
-        (rf"{_SELF}\.(?:v_proj|value|v|v_lin)", "attn.v"),
-        (rf"{_SELF}\.(?:out_proj|o_proj|o|out_lin|c_proj)|attention\.output\.dense", "attn.o"),
-        (rf"{_SELF}\.(?:c_attn|qkv_proj)", "attn.qkv"),
-        (r"mlp\.gate_up_proj", "mlp.gate_up"),
+        (rf"{_SELF}\.(?:q_proj|query|q|q_lin|query_proj)", "attn.q"),
+        (rf"{_SELF}\.(?:k_proj|key|k|k_lin|key_proj)", "attn.k"),
+        (rf"{_SELF}\.(?:v_proj|value|v|v_lin|value_proj)", "attn.v"),
+        (
+            rf"{_SELF}\.(?:out_proj|o_proj|o|out_lin|c_proj|dense|Wo|proj|projection)|attention\.output\.dense",
+            "attn.o",
+        ),
+        (rf"{_SELF}\.(?:c_attn|qkv_proj|qkv|Wqkv|query_key_value|in_proj)", "attn.qkv"),
+        (r"linear_attn\.in_proj_qkvz?", "linear.qkv"),
+        (r"linear_attn\.in_proj_(?:b|ba)", "linear.b"),
+        (r"linear_attn\.in_proj_a", "linear.a"),
+        (r"linear_attn\.in_proj_z", "linear.z"),
+        (r"linear_attn\.out_proj", "linear.o"),
+        (r"mlp\.(?:gate_up_proj|Wi)", "mlp.gate_up"),
         (r"mlp\.gate_proj|DenseReluDense\.wi_0", "mlp.gate"),
-        (r"mlp\.(?:up_proj|fc1|c_fc)|intermediate\.dense|fc1|DenseReluDense\.wi(?:_1)?|ffn\.lin1", "mlp.up"),
-        (r"mlp\.(?:down_proj|fc2|c_proj)|output\.dense|fc2|DenseReluDense\.wo|ffn\.lin2", "mlp.down"),
+        (
+            r"(?:mlp|ffn)\.(?:up_proj|(?:linear_)?fc1|c_fc|dense_h_to_4h|fc_in|lin1)|intermediate\.dense|fc1|"
+            r"DenseReluDense\.wi(?:_1)?",
+            "mlp.up",
+        ),
+        (
+            r"(?:mlp|ffn)\.(?:down_proj|(?:linear_)?fc2|c_proj|dense_4h_to_h|fc_out|lin2|Wo)|output\.dense|fc2|"
+            r"DenseReluDense\.wo",
+            "mlp.down",
+        ),
         (r"pooler\.dense", "pooler"),
         (r"visual_projection|text_projection", "proj"),
         (r"patch_embeddings?(?:\.projection)?", "patch"),
@@ -51,11 +68,12 @@ class HuggingFace(Family):
         (r"text_model(?:\.encoder)?\.layers", "text"),
         (r"decoder\.(?:layers|block)", "decoder"),
         (r"encoder\.(?:layers|block)", "encoder"),
-        (r"(?:model\.layers|h|layers|encoder\.layer|transformer\.layer)", "blocks"),
+        (r"(?:h|layers|blocks|encoder\.layer|transformer\.layer)", "blocks"),
     )
     heads = (
-        r"(?:^|\.)(?:lm_head|classifier|score|qa_outputs|proj_out|pre_classifier)(?:\.|$)",
+        r"(?:^|\.)(?:lm_head|embed_out|classifier|score|qa_outputs|proj_out|pre_classifier)(?:\.|$)",
         r"(?:^|\.)(?:cls|generator|classification_head)\.",
+        r"^decoder(?:\.(?:weight|bias))?$",  # to the vocabulary (ModernBERT), no stack of blocks
     )
 
     def owns(self, model: nn.Module) -> bool:
@@ -63,18 +81,25 @@ class HuggingFace(Family):
         return hasattr(getattr(model, "config", None), "model_type")
 
     def parts(self, model: nn.Module, path: str, rows: int, columns: int) -> tuple[tuple[str, int], ...]:
-        """GPT-2's c_attn, Phi's qkv_proj and gate_up_proj."""
-        leaf = path.rsplit(".", 1)[-1]
-        if leaf == "c_attn" and rows == 3 * columns:  # multi-query models pack other sizes
-            return (("q", rows // 3), ("k", rows // 3), ("v", rows // 3))
-        if leaf == "gate_up_proj":
-            return (("gate", rows // 2), ("up", rows // 2))
-        if leaf == "qkv_proj":
-            config: Any = model.config
-            heads, groups = config.num_attention_heads, config.num_key_value_heads
-            head = rows // (heads + 2 * groups)
-            return (("q", heads * head), ("k", groups * head), ("v", groups * head))
-        return ()
+        """q, k and v, gate and up, as each architecture packs them."""
+        return parts_of(model, path, rows, columns)
+
+    def kind(self, model: nn.Module, block: str) -> str:
+        """Sliding, full or linear attention, as the block's own layers or their configuration say."""
+        for module in model.get_submodule(block).modules():
+            layer: Any = module
+            types, place = (
+                getattr(getattr(layer, "config", None), "layer_types", None),
+                getattr(layer, "layer_idx", None),
+            )
+            if types and isinstance(place, int) and place < len(types):
+                return _kind(types[place])
+            for name in ("layer_type", "attention_type", "block_type"):
+                if isinstance(getattr(layer, name, None), str):
+                    return _kind(getattr(layer, name))
+            if isinstance(getattr(layer, "is_sliding", None), bool):
+                return "sliding attention" if layer.is_sliding else "full attention"
+        return ""
 
     def stream(self, model: nn.Module, path: str, role: str) -> str:
         """Towers of CLIP and both sides of an encoder-decoder have tokens of their own."""
@@ -142,6 +167,11 @@ class HuggingFace(Family):
         """CLIP's text embedding."""
         output = model.get_text_features(**tokens)  # type: ignore[operator]
         return output if isinstance(output, Tensor) else output.pooler_output
+
+
+def _kind(name: str) -> str:
+    plain = {"global": "full_attention", "attention": "full_attention", "local": "sliding_attention"}
+    return plain.get(name, name).replace("_", " ")
 
 
 def _takes_positions(model: nn.Module) -> bool:

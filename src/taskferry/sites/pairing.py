@@ -1,4 +1,7 @@
-"""Which source site feeds which target site, across depths in both directions (paper, section 5.3)."""
+"""Which source site feeds which target site, across depths in both directions (paper, section 5.3).
+
+Blocks pair by relative depth; in stacks of several kinds of block (sliding and full attention), within a kind.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from taskferry.sites.kinds import choose_block, kinds
 from taskferry.sites.site import Site, depths
 
 DepthRule = Callable[[int, int, int], int]
@@ -17,6 +21,7 @@ class Pair:
 
     source: Site
     target: Site
+    note: str = ""  # how the source's block was chosen, where not by depth alone
 
 
 def nearest_block(j: int, depth_A: int, depth_B: int) -> int:
@@ -33,20 +38,22 @@ def pair_sites(
     # A place may hold several sites (two experts, two inner layers): the first pairs with the first.
     known = {(_place(site), count): site for site, count in _counted(source)}
     depth_A, depth_B = depths(source), depths(target)
+    kinds_A, kinds_B = kinds(source), kinds(target)
     pairs: list[Pair] = []
     unpaired: dict[str, str] = {}
     for site, count in _counted(target):
         if site.fixed is not None:
             unpaired[site.name] = site.fixed
             continue
-        stack, block = site.stack, site.block
+        stack, block, note = site.stack, site.block, ""
         if block is not None:
             if stack not in depth_A and len(depth_A) == len(depth_B) == 1:
                 stack = next(iter(depth_A))  # one stack on each side: no other choice
             if stack not in depth_A:
                 unpaired[site.name] = f"the source has no stack of blocks '{stack}' (it has {_names(depth_A)})"
                 continue
-            block = rule(block, depth_A[stack], depth_B[site.stack])
+            at = rule(block, depth_A[stack], depth_B[site.stack])
+            block, note = choose_block(block, at, kinds_A[stack], kinds_B[site.stack])
         place = (stack if block is not None else site.stream, block, site.role)
         partner = known.get((place, count))
         if partner is None:
@@ -58,7 +65,7 @@ def pair_sites(
                 f"patches of different size: {partner.shape[1]} and {site.shape[1]} numbers in a patch"
             )
         else:
-            pairs.append(Pair(partner, site))
+            pairs.append(Pair(partner, site, note))
     return pairs, unpaired
 
 

@@ -1,6 +1,7 @@
 """What a site is: one linear map of a model, and how its weight is stored.
 
-A packed matrix (q, k and v in one) is several sites of one parameter: each has its own output space.
+A packed matrix (q, k and v in one) is several sites of one parameter: each has its own output space. Its rows may lie
+in one piece, or in one piece for every head: `rows=(8, 16, 24)` is 8 to 16, 32 to 40, 56 to 64 … of the matrix.
 """
 
 from __future__ import annotations
@@ -27,19 +28,44 @@ class Site:
     stack: str = ""
     block: int | None = None
     stream: str = "tokens"
-    rows: tuple[int, int] | None = None  # which outputs of a packed matrix
+    rows: tuple[int, ...] | None = None  # (start, stop) of a packed matrix's outputs, (…, period) where they repeat
     transposed: bool = False  # stored as [in, out]
     fixed: str | None = None  # why this site is never moved
+    kind: str = ""  # what its block is among the blocks of its stack, where the model says so: "sliding attention"
+
+    def oriented(self, stored: Tensor) -> Tensor:
+        """The whole parameter as [out, in] (a view), or a bias as it is."""
+        if stored.ndim == 1:
+            return stored
+        W = stored.flatten(1) if stored.ndim > 2 else stored
+        return W.T if self.transposed else W
 
     def read(self, stored: Tensor) -> Tensor:
-        """This site's [out, in] out of the parameter as it is stored (a view)."""
-        W = stored.flatten(1) if stored.ndim > 2 else stored
-        W = W.T if self.transposed else W
-        return W if self.rows is None else W[self.rows[0] : self.rows[1]]
+        """This site's [out, in] out of the parameter as it is stored (a view, unless its rows repeat)."""
+        return self.own(self.oriented(stored))
 
     def read_bias(self, stored: Tensor) -> Tensor:
-        """This site's [out] out of the bias as it is stored (a view)."""
-        return stored if self.rows is None else stored[self.rows[0] : self.rows[1]]
+        """This site's [out] out of the bias as it is stored (a view, unless its rows repeat)."""
+        return self.own(stored)
+
+    def own(self, packed: Tensor, dim: int = 0, first: int = 0) -> Tensor:
+        """This site's outputs along one dimension of all that its matrix has, or of those from `first` on."""
+        if self.rows is None:
+            return packed
+        start, stop, *period = self.rows
+        if not period:
+            return packed.narrow(dim, start - first, stop - start)
+        dim %= packed.ndim
+        return packed.unflatten(dim, (-1, period[0])).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
+
+    def put(self, part: Tensor, packed: Tensor) -> None:
+        """The inverse of `own`: this site's outputs into the first dimension of all."""
+        if self.rows is None:
+            packed.copy_(part)
+            return
+        start, stop, *period = self.rows
+        mine = packed.unflatten(0, (-1, period[0]))[:, start:stop] if period else packed[start:stop]
+        mine.copy_(part.reshape(mine.shape))
 
 
 @dataclass(frozen=True)
@@ -52,7 +78,7 @@ class LinearParameter:
     out_features: int
     in_features: int
     transposed: bool = False
-    parts: tuple[tuple[str, int], ...] = ()  # (suffix of the role, rows) of a packed matrix
+    parts: tuple[tuple[str, int], ...] = ()  # (suffix of the role, rows) of a packed matrix; fewer rows in all repeat
 
 
 def is_patch_embedding(module: nn.Conv2d) -> bool:
