@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from taskferry.calibration.batch import IGNORED, Batch
+from taskferry.sites.experts import ROUTER
 from taskferry.sites.family import Family, image_grid
 from taskferry.sites.registry import register
 from taskferry.sites.tokens import Layout
@@ -35,6 +36,14 @@ class HuggingFace(Family):
         (rf"{_SELF}\.(?:v_proj|value|v|v_lin)", "attn.v"),
         (rf"{_SELF}\.(?:out_proj|o_proj|o|out_lin|c_proj)|attention\.output\.dense", "attn.o"),
         (rf"{_SELF}\.(?:c_attn|qkv_proj)", "attn.qkv"),
+        (r"experts\.gate_up_proj", "experts.gate_up"),
+        (r"experts\.up_proj", "experts.up"),
+        (r"experts\.down_proj", "experts.down"),
+        (r"shared_experts?\.gate_proj", "shared.gate"),
+        (r"shared_experts?\.up_proj", "shared.up"),
+        (r"shared_experts?\.down_proj", "shared.down"),
+        # A router of its own class, or a plain linear layer: `mlp.gate` is no gate of an MLP.
+        (r"(?:mlp|block_sparse_moe|feed_forward|moe)\.(?:gate|router)", ROUTER),
         (r"mlp\.gate_up_proj", "mlp.gate_up"),
         (r"mlp\.gate_proj|DenseReluDense\.wi_0", "mlp.gate"),
         (r"mlp\.(?:up_proj|fc1|c_fc)|intermediate\.dense|fc1|DenseReluDense\.wi(?:_1)?|ffn\.lin1", "mlp.up"),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
+from taskferry.sites.experts import ROUTER
 from taskferry.sites.site import Site, depths
 
 DepthRule = Callable[[int, int, int], int]
+Place = tuple[str, int | None]  # stack and block
+_Role = tuple[str, int | None, str]  # and the role
+UNMATCHED = "a router: its outputs are experts, and those of the source are not matched with the target's"
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,15 @@ class Pair:
 
     source: Site
     target: Site
+    experts: tuple[int, ...] = ()  # of a router: the source's expert for each of the target's
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What is known of the experts that meet in a block of the target."""
+
+    source: tuple[int, ...] = ()  # the source's expert for each of the target's
+    shares: tuple[float, ...] = ()  # of the tokens that each expert of the source gets, for a target without experts
 
 
 def nearest_block(j: int, depth_A: int, depth_B: int) -> int:
@@ -27,10 +40,16 @@ def nearest_block(j: int, depth_A: int, depth_B: int) -> int:
 
 
 def pair_sites(
-    source: list[Site], target: list[Site], rule: DepthRule = nearest_block
+    source: list[Site],
+    target: list[Site],
+    rule: DepthRule = nearest_block,
+    mixtures: Mapping[Place, Mixture] | None = None,
 ) -> tuple[list[Pair], dict[str, str]]:
-    """Pairs in the target's order, and for every other target site the reason why it has no source."""
-    # A place may hold several sites (two experts, two inner layers): the first pairs with the first.
+    """Pairs in the target's order, and for every other target site the reason why it has no source.
+
+    `mixtures` by blocks of the target; until they are known, the first expert pairs with the first.
+    """
+    # A place may hold several sites (experts, two inner layers): the first pairs with the first.
     known = {(_place(site), count): site for site, count in _counted(source)}
     depth_A, depth_B = depths(source), depths(target)
     pairs: list[Pair] = []
@@ -48,8 +67,20 @@ def pair_sites(
                 continue
             block = rule(block, depth_A[stack], depth_B[site.stack])
         place = (stack if block is not None else site.stream, block, site.role)
+        mixture = (mixtures or {}).get((site.stack, site.block), Mixture())
+        if site.expert is not None and mixture.source:
+            count = mixture.source[site.expert]
         partner = known.get((place, count))
-        if partner is None:
+        if partner is None and site.expert is not None:  # a plain MLP gives its change to every expert
+            partner = known.get(((*place[:2], site.role.replace("experts.", "mlp.")), 0))
+        if partner is None and site.expert is None and site.role.startswith("mlp."):
+            experts = _experts(known, (*place[:2], site.role.replace("mlp.", "experts.")))
+            pairs += [Pair(expert, _shared(site, expert, mixture, len(experts))) for expert in experts]
+            if experts:
+                continue
+        if site.role == ROUTER and not mixture.source:
+            unpaired[site.name] = UNMATCHED if partner is not None else f"the source has no '{ROUTER}' to take it from"
+        elif partner is None:
             unpaired[site.name] = f"the source has no layer '{site.role}' to take it from"
         elif partner.fixed is not None:
             unpaired[site.name] = partner.fixed
@@ -58,8 +89,23 @@ def pair_sites(
                 f"patches of different size: {partner.shape[1]} and {site.shape[1]} numbers in a patch"
             )
         else:
-            pairs.append(Pair(partner, site))
+            pairs.append(Pair(partner, site, mixture.source if site.role == ROUTER else ()))
     return pairs, unpaired
+
+
+def _experts(known: Mapping[tuple[_Role, int], Site], place: _Role) -> list[Site]:
+    """All experts of the source at a place."""
+    found = []
+    while (site := known.get((place, len(found)))) is not None and site.expert is not None:
+        found.append(site)
+    return found
+
+
+def _shared(site: Site, expert: Site, mixture: Mixture, count: int) -> Site:
+    """The target's site as it takes its share of the change of one expert of the source."""
+    mark = "." if "#" in site.name else "#"
+    share = mixture.shares[expert.expert or 0] if mixture.shares else 1 / count
+    return replace(site, name=f"{site.name}{mark}{expert.expert}", share=share)
 
 
 def _place(site: Site) -> tuple[str, int | None, str]:

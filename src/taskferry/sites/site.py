@@ -30,16 +30,20 @@ class Site:
     rows: tuple[int, int] | None = None  # which outputs of a packed matrix
     transposed: bool = False  # stored as [in, out]
     fixed: str | None = None  # why this site is never moved
+    expert: int | None = None  # which slice of experts stacked in one parameter
+    share: float = 1.0  # of several changes that come together in one weight: what this one counts
 
     def read(self, stored: Tensor) -> Tensor:
         """This site's [out, in] out of the parameter as it is stored (a view)."""
-        W = stored.flatten(1) if stored.ndim > 2 else stored
+        W = stored if self.expert is None else stored[self.expert]
+        W = W.flatten(1) if W.ndim > 2 else W
         W = W.T if self.transposed else W
         return W if self.rows is None else W[self.rows[0] : self.rows[1]]
 
     def read_bias(self, stored: Tensor) -> Tensor:
         """This site's [out] out of the bias as it is stored (a view)."""
-        return stored if self.rows is None else stored[self.rows[0] : self.rows[1]]
+        b = stored if self.expert is None else stored[self.expert]
+        return b if self.rows is None else b[self.rows[0] : self.rows[1]]
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class LinearParameter:
     in_features: int
     transposed: bool = False
     parts: tuple[tuple[str, int], ...] = ()  # (suffix of the role, rows) of a packed matrix
+    experts: int = 0  # how many are stacked in it; 0 for a plain matrix
 
 
 def is_patch_embedding(module: nn.Conv2d) -> bool:
