@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from taskferry import Alignment, Batch, Calibration, LanguageModel, TaskVector, fit
+from taskferry import Alignment, Calibration, LanguageModel, TaskVector, fit
 from taskferry.fitting.capture import Side, watch
 from taskferry.maths.assignment import assign
 from taskferry.methods import Job, run
@@ -58,7 +58,8 @@ def test_rows_and_gradients_of_every_expert(name: str) -> None:
     )  # fmt: skip
     value.backward()
     assert torch.allclose(value, plain, rtol=1e-6)
-    assert weights and all(relative(found[name], expected[name]) < 1e-5 for name in weights)
+    assert weights
+    assert all(relative(found[name], expected[name]) < 1e-5 for name in weights)
     assert not any("forward" in vars(module) for module in model.modules())  # as it was
 
 
@@ -76,7 +77,8 @@ def test_permuted_and_rotated_experts_are_recovered(name: str) -> None:
         f"blocks.{i}": order.tolist() for i, order in enumerate(planted.experts)
     }
     of_mlps = [n for n in moved.deltas if ".mlp." in n]
-    assert len(of_mlps) == 6 and all(relative(moved.deltas[n], truth.deltas[n]) < 1e-5 for n in of_mlps)
+    assert len(of_mlps) == 6
+    assert all(relative(moved.deltas[n], truth.deltas[n]) < 1e-5 for n in of_mlps)
     assert all(moved.coverage[n].status == "moved" for n in of_mlps)
 
     kept = [n for n, row in ((row.parameter, row) for row in moved.coverage) if row.status == "kept" and not row.reason]
@@ -108,7 +110,8 @@ def test_every_parameter_of_experts_moves_or_has_its_reason(name: str) -> None:
     A, B = mixture(name, width=16), mixture(name, width=32, depth=3, seed=1)
     moved = fit(A, B, samples(), LanguageModel()).apply(change(A))
     rows = [row for row in moved.coverage if ".experts." in row.parameter]
-    assert rows and all(row.status == "moved" or row.reason for row in rows)
+    assert rows
+    assert all(row.status == "moved" or row.reason for row in rows)
     assert {row.status for row in rows} <= {"moved", "partly"}
     for row in rows:
         assert moved.deltas[row.parameter].shape == dict(B.named_parameters())[row.parameter].shape
@@ -123,8 +126,10 @@ def test_an_expert_that_no_token_reaches_stays_and_is_named() -> None:
     B.model.layers[1].mlp.gate.forward = _never_first(B.model.layers[1].mlp.gate)
     moved = fit(A, B, samples(64), LanguageModel()).apply(change(A))
     row = moved.coverage["model.layers.1.mlp.experts.gate_up_proj"]
-    assert row.status == "partly" and row.reason.startswith("experts 0: the calibration pass does not reach it")
-    assert not moved.deltas[row.parameter][0].any() and moved.deltas[row.parameter][1:].flatten(1).any(1).all()
+    assert row.status == "partly"
+    assert row.reason.startswith("experts 0: the calibration pass does not reach it")
+    assert not moved.deltas[row.parameter][0].any()
+    assert moved.deltas[row.parameter][1:].flatten(1).any(1).all()
 
 
 def _never_first(router):
@@ -141,13 +146,15 @@ def test_other_numbers_of_experts_take_the_nearest() -> None:
     A, B = mixture(), mixture(seed=1, num_local_experts=6)
     alignment = fit(A, B, samples(), LanguageModel())
     facts = alignment.provenance["experts"]["blocks.0"]
-    assert "nearest of 4 for each of 6" in facts["why"] and len(facts["source"]) == 6
+    assert "nearest of 4 for each of 6" in facts["why"]
+    assert len(facts["source"]) == 6
     moved = alignment.apply(change(A))
     assert moved.coverage["model.layers.0.mlp.experts.down_proj"].status == "moved"
     back = fit(B, A, samples(), LanguageModel())
     left = set(range(6)) - set(back.provenance["experts"]["blocks.0"]["source"])
     unused = back.apply(change(B)).coverage.unused
-    assert left and all(unused[f"model.layers.0.mlp.experts.down_proj#{e}"].startswith("no expert") for e in left)
+    assert left
+    assert all(unused[f"model.layers.0.mlp.experts.down_proj#{e}"].startswith("no expert") for e in left)
 
 
 def test_common_tokens_of_two_experts() -> None:

@@ -24,6 +24,8 @@ def mixture(name: str = "Mixtral", width: int = 16, depth: int = 2, seed: int = 
     """A decoder with experts; sizes that its class does not have are left out of it."""
     torch.manual_seed(seed)
     size = {**SIZES, "head_dim": width // 4, "intermediate_size": 12, **more}
+    if name == "DeepseekV3":
+        size |= {"num_key_value_heads": 4, "num_local_experts": 4}
     model = hf(f"{name}ForCausalLM", width, depth, **size).eval()
     model.set_experts_implementation("eager")  # the default has no double precision on a CPU
     return model
