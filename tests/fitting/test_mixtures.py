@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from taskferry import Alignment, Calibration, LanguageModel, TaskVector, fit
+from taskferry import Alignment, Calibration, LanguageModel, LowRank, TaskVector, fit
+from taskferry.checkpoints.lowrank import compress
 from taskferry.fitting.capture import Side, watch
 from taskferry.maths.assignment import assign
 from taskferry.methods import Job, run
@@ -16,7 +17,7 @@ from taskferry.sites.discovery import find_sites
 from taskferry.sites.routed import Routed, paired_rows
 from taskferry.sites.tokens import TokenMatch
 from tests.helpers.mixtures import Planted, flat_norms, mixture
-from tests.helpers.tiny import TINY, relative, tuned
+from tests.helpers.tiny import TINY, VOCABULARY, hf, relative, tuned
 
 CLASSES = ("Mixtral", "Qwen3Moe", "Qwen2Moe", "Olmoe", "DeepseekV3", "GptOss")
 
@@ -177,3 +178,58 @@ def test_assignment() -> None:
         assert assign(gain) == optimize.linear_sum_assignment(gain.numpy(), maximize=True)[1].tolist()
     with pytest.raises(ValueError, match="square"):
         assign(torch.zeros(2, 3))
+
+
+def dense(width: int = 16, seed: int = 1, hidden: int = 12) -> nn.Module:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "initializer_range": 0.3}
+    return hf("LlamaForCausalLM", width, 2, **sizes, intermediate_size=hidden).eval()
+
+
+def as_mixture(B: nn.Module) -> nn.Module:
+    """The same function with four experts, all of them the MLP that it had."""
+    A = flat_norms(mixture()).double()
+    state = A.state_dict()
+    for name, value in B.state_dict().items():
+        if ".mlp." not in name:
+            state[name] = value
+    for layer in range(2):
+        gate, up, down = (B.get_parameter(f"model.layers.{layer}.mlp.{x}_proj.weight") for x in ("gate", "up", "down"))
+        state[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.cat([gate, up]).expand(4, -1, -1)
+        state[f"model.layers.{layer}.mlp.experts.down_proj"] = down.expand(4, -1, -1)
+    A.load_state_dict(state)
+    return A
+
+
+def test_a_plain_mlp_gives_its_change_to_every_expert() -> None:
+    A = flat_norms(dense()).double()
+    B = as_mixture(A)
+    tau = change(A)
+    alignment = fit(A, B, samples(64), LanguageModel())
+    moved = alignment.apply(tau)
+    assert alignment.provenance["experts"]["blocks.0"]["why"] == "one change for all experts"
+    gate, up, down = (tau.deltas[f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up", "down"))
+    for e in range(4):
+        assert relative(moved.deltas["model.layers.0.mlp.experts.gate_up_proj"][e], torch.cat([gate, up])) < 1e-4
+        assert relative(moved.deltas["model.layers.0.mlp.experts.down_proj"][e], down) < 1e-4
+    assert moved.coverage["model.layers.0.mlp.gate.weight"].reason == "the source has no 'router' to take it from"
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["dense", "low-rank"])
+def test_experts_give_a_plain_mlp_their_mean_by_tokens(low: bool) -> None:
+    B = flat_norms(dense()).double()
+    A = as_mixture(B)
+    tau = change(A)
+    if low:
+        names = [n for n in tau.deltas if ".experts." in n]
+        tau = compress(TaskVector({n: tau.deltas[n] for n in names}), rank=2)[0]
+    alignment = fit(A, B, samples(64), LanguageModel())
+    moved = alignment.apply(tau)
+    shares = torch.tensor(alignment.provenance["experts"]["blocks.0"]["shares"], dtype=torch.float64)
+    assert abs(float(shares.sum()) - 1) < 1e-3
+    assert shares.max() - shares.min() > 0.01
+    whole = tau.dense().deltas["model.layers.0.mlp.experts.down_proj"]
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert relative(moved.dense().deltas[name], torch.einsum("e,eoi->oi", shares, whole)) < 1e-3
+    assert moved.coverage[name].status == "moved"
+    assert isinstance(moved.deltas[name], LowRank) == low
