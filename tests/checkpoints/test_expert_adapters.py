@@ -107,7 +107,7 @@ def test_experts_that_were_modules(name: str, experts: str, leaves: tuple[str, s
 def test_factors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     folder = trained("Mixtral", tmp_path / "in")
     with pytest.raises(TaskferryError, match=r"do not have the rank 3 of its adapter_config\.json for 6 experts"):
-        read_adapter(folder, Skeleton.of(mixture(num_local_experts=6)))
+        read_adapter(folder, Skeleton.of(mixture(experts=6)))
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "target_parameters": "mlp"}))
     with pytest.raises(TaskferryError, match="no list of names"):

@@ -144,7 +144,7 @@ def _never_first(router):
 
 
 def test_other_numbers_of_experts_take_the_nearest() -> None:
-    A, B = mixture(), mixture(seed=1, num_local_experts=6)
+    A, B = mixture(), mixture(seed=1, experts=6)
     alignment = fit(A, B, samples(), LanguageModel())
     facts = alignment.provenance["experts"]["blocks.0"]
     assert "nearest of 4 for each of 6" in facts["why"]
@@ -180,10 +180,13 @@ def test_assignment() -> None:
         assign(torch.zeros(2, 3))
 
 
-def dense(width: int = 16, seed: int = 1, hidden: int = 12) -> nn.Module:
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "initializer_range": 0.3}
-    return hf("LlamaForCausalLM", width, 2, **sizes, intermediate_size=hidden).eval()
+def dense() -> nn.Module:
+    """Built like the mixture, with one MLP in the place of its experts."""
+    torch.manual_seed(1)
+    config = mixture().config
+    sizes = {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "initializer_range": 0.3,
+             "rms_norm_eps": config.rms_norm_eps, "rope_parameters": config.rope_parameters}  # fmt: skip
+    return hf("LlamaForCausalLM", 16, 2, **sizes, intermediate_size=12).eval()
 
 
 def as_mixture(B: nn.Module) -> nn.Module:

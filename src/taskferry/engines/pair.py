@@ -108,9 +108,10 @@ class ModelPair(ABC):
         self.pairs, self.reasons = pair_sites(self.source_sites, self.target_sites, self.depth_rule, mixtures)
         self.experts = {f"{stack}.{block}": meeting.facts() for (stack, block), meeting in meetings.items()}
         # A site that takes a share of every expert of the source is one site for each.
-        shared = [pair.target for pair in self.pairs if pair.target.share != 1.0]
-        weights = {site.weight for site in shared}
-        self.target_sites = [site for site in self.target_sites if site.weight not in weights] + shared
+        known = set(self.target_sites)
+        shares = [pair.target for pair in self.pairs if pair.target not in known]
+        rows = {(site.weight, site.rows) for site in shares}
+        self.target_sites = [site for site in self.target_sites if (site.weight, site.rows) not in rows] + shares
 
     def meetings(self) -> dict[Place, Meeting]:
         """Which experts meet in the blocks of the target."""

@@ -12,6 +12,7 @@ from taskferry.sites.site import Site, depths
 DepthRule = Callable[[int, int, int], int]
 Place = tuple[str, int | None]  # stack and block
 _Role = tuple[str, int | None, str]  # and the role
+_LAST = "experts.down"
 UNMATCHED = "a router: its outputs are experts, and those of the source are not matched with the target's"
 
 
@@ -47,11 +48,12 @@ def pair_sites(
 ) -> tuple[list[Pair], dict[str, str]]:
     """Pairs in the target's order, and for every other target site the reason why it has no source.
 
-    `mixtures` by blocks of the target; until they are known, the first expert pairs with the first.
+    `mixtures` by blocks of the target; until they are known, experts pair in their order.
     """
     # A place may hold several sites (experts, two inner layers): the first pairs with the first.
     known = {(_place(site), count): site for site, count in _counted(source)}
     depth_A, depth_B = depths(source), depths(target)
+    experts_B = Counter((site.stack, site.block) for site in target if site.expert is not None and site.role == _LAST)
     pairs: list[Pair] = []
     unpaired: dict[str, str] = {}
     for site, count in _counted(target):
@@ -67,7 +69,10 @@ def pair_sites(
                 continue
             block = rule(block, depth_A[stack], depth_B[site.stack])
         place = (stack if block is not None else site.stream, block, site.role)
-        mixture = (mixtures or {}).get((site.stack, site.block), Mixture())
+        if mixtures is None:
+            mixture = _in_order(len(_experts(known, (*place[:2], _LAST))), experts_B[site.stack, site.block])
+        else:
+            mixture = mixtures.get((site.stack, site.block), Mixture())
         if site.expert is not None and mixture.source:
             count = mixture.source[site.expert]
         partner = known.get((place, count))
@@ -99,6 +104,10 @@ def _experts(known: Mapping[tuple[_Role, int], Site], place: _Role) -> list[Site
     while (site := known.get((place, len(found)))) is not None and site.expert is not None:
         found.append(site)
     return found
+
+
+def _in_order(count_A: int, count_B: int) -> Mixture:
+    return Mixture(source=tuple(expert % count_A for expert in range(count_B)) if count_A else ())
 
 
 def _shared(site: Site, expert: Site, mixture: Mixture, count: int) -> Site:
