@@ -70,13 +70,13 @@ def test_a_full_fine_tune_of_experts(things: Path, tmp_path: Path) -> None:
 def test_block_by_block_is_refused_before_any_work(things: Path, tmp_path: Path) -> None:
     common = ["--source-tuned", things / "lora", "--engine", "blockwise", "--out", tmp_path / "out"]
     ran = taskferry("transfer", *pair(things), *common, code=None)
-    assert ran.code == 1
+    assert ran.code == 2
     assert "cannot be walked block by block" in ran.err
     assert "Traceback" not in ran.err
     swap = ["--source-base", things / "oss", "--target-base", things / "oss", "--calibration", things / "data.jsonl"]
     oss = folders.lora(things / "oss", tmp_path / "lora", ["q_proj"], target_parameters=BOTH)
     common = ["--source-tuned", oss, "--engine", "blockwise", "--out", tmp_path / "out"]
     ran = taskferry("transfer", *swap, *common, code=None)
-    assert ran.code == 1
+    assert ran.code == 2
     assert "has experts" in ran.err.replace("\n", " ")
     assert "use the engine 'whole'" in " ".join(ran.err.split())

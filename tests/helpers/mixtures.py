@@ -12,10 +12,10 @@ from taskferry import TaskVector
 from tests.helpers.tiny import VOCABULARY, hf
 
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12,
-    "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 0,
-    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
+    "vocab_size": VOCABULARY, "num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 12, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+    "first_k_dense_replace": 0, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+    "v_head_dim": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
 }  # fmt: skip
 
 
