@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from taskferry.assembly import Assembly
 from taskferry.coverage import Coverage, Row, Status
 from taskferry.disk.files import hash_tensor, is_kind, open_safetensors, write_safetensors
 from taskferry.display.tables import ROWS, panel
@@ -25,7 +26,7 @@ from taskferry.maths.procrustes import Map, bilinear
 from taskferry.maths.sums import Quality
 from taskferry.sites.consistency import check_alignment
 from taskferry.sites.site import Site
-from taskferry.taskvector import Delta, LowRank, TaskVector, as_dense, match_names
+from taskferry.taskvector import Delta, LowRank, TaskVector, match_names, scale_delta
 
 FORMAT = "taskferry alignment 1"
 NO_CHANGE = "the task vector does not change it"
@@ -75,22 +76,27 @@ class Alignment:
 
     @cached_property
     def _lost_parts(self) -> dict[str, list[str]]:
-        """Packed parameter -> its parts that are not moved, with the reasons."""
+        """Packed parameter -> its parts that are not moved, with the reasons; experts of one reason together."""
         lost: dict[str, list[str]] = {}
+        experts: dict[tuple[str, str], dict[str, None]] = {}
         for site, why in self.reasons.items():
-            name, part, _ = site.partition("#")
-            if part:
+            name, _, part = site.partition("#")
+            if part and part.partition(".")[0].isdigit():
+                experts.setdefault((name, why), {})[part.partition(".")[0]] = None
+            elif part:
                 lost.setdefault(name, []).append(f"{site}: {why}")
+        for (name, why), numbers in experts.items():
+            lost.setdefault(name, []).append(f"experts {', '.join(numbers)}: {why}")
         return lost
 
-    def _coverage(self, assembly: Mapping[str, _Assembly], unused: set[str]) -> Coverage:
+    def _coverage(self, assembly: Mapping[str, Assembly], unused: set[str]) -> Coverage:
         rows = []
         for name, shape in self.target_parameters.items():
             part = assembly.get(name)
             if part is None:
                 rows.append(Row(name, shape, "kept", self.reasons.get(name, "no site uses it")))
                 continue
-            reason = f"{NO_CHANGE} ({', '.join(part.missing)})" if part.parts and part.missing else ""
+            reason = f"{NO_CHANGE} ({', '.join(dict.fromkeys(part.missing))})" if part.parts and part.missing else ""
             lost = self._lost_parts.get(name, [])
             if part.parts:
                 whole = not part.missing and not lost
@@ -104,7 +110,20 @@ class Alignment:
             name: "the target has no bias there" if name in paired else "no site of the target takes it"
             for name in sorted(unused)
         }
+        for name, experts in self._experts.items():
+            if any(name in part.sources for part in assembly.values()):
+                left = sorted(set(range(self.source_parameters[name][0])) - experts)
+                why |= {f"{name}#{expert}": "no expert of the target takes it" for expert in left}
         return Coverage(tuple(rows), why)
+
+    @cached_property
+    def _experts(self) -> dict[str, set[int]]:
+        """The source's parameters of experts -> those of them that some pair takes."""
+        taken: dict[str, set[int]] = {}
+        for pair in self.pairs:
+            if pair.source.expert is not None:
+                taken.setdefault(pair.source.weight, set()).add(pair.source.expert)
+        return taken
 
     def __repr__(self) -> str:
         return f"Alignment({len(self.pairs)} pairs of sites, {len(self.R_in)} input and {len(self.R_out)} output maps)"
@@ -254,8 +273,9 @@ class _Move:
                     f"{name}: the task vector's change is {tuple(delta.shape)}, this alignment's source has "
                     f"{tuple(shapes[name])}: was it made on another base model?"
                 )
-        self.assembly: dict[str, _Assembly] = {}
-        self.rights: dict[tuple[str, str], Tensor] = {}  # one product A R_in for the parts of a packed matrix
+        self.assembly: dict[str, Assembly] = {}
+        # One product A R_in for the parts of a packed matrix.
+        self.rights: dict[tuple[str, int | None, str], Tensor] = {}
         self.used: set[str] = set()
 
     def add(self, pair: AlignedPair) -> None:
@@ -266,14 +286,18 @@ class _Move:
             delta = self.deltas[source.weight]
             self.used.add(source.weight)
             if isinstance(delta, LowRank):
-                oriented = delta.T if source.transposed else delta
-                left = source.read_bias(oriented.left)  # rows of this site
-                key = (source.weight, pair.reads)
+                own = delta if source.expert is None else delta.expert(source.expert)
+                own = own.T if source.transposed else own
+                left = source.own(own.left)
+                key = (source.weight, source.expert, pair.reads)
                 if key not in self.rights:
-                    self.rights[key] = R_in(oriented.right)
-                weight.add(pair, source.weight, LowRank(R_out.columns(left), self.rights[key]))
+                    self.rights[key] = R_in(own.right)
+                moved: Delta = LowRank(R_out.columns(left), self.rights[key])
             else:
-                weight.add(pair, source.weight, bilinear(R_out, source.read(delta), R_in))
+                moved = bilinear(R_out, source.read(delta), R_in)
+            weight.add(
+                target, source.weight, moved if target.share == 1 else scale_delta(moved, target.share), pair.note
+            )
         else:
             weight.miss(target)
         if target.bias is not None:
@@ -281,71 +305,15 @@ class _Move:
             shift = None if source.bias is None else self.deltas.get(source.bias)
             if source.bias is not None and isinstance(shift, Tensor):
                 self.used.add(source.bias)
-                bias.add(pair, source.bias, R_out(source.read_bias(shift)[None])[0])
+                bias.add(target, source.bias, target.share * R_out(source.read_bias(shift)[None])[0], pair.note)
             else:
                 bias.miss(target)
 
     def moved(self) -> dict[str, Delta]:
         return {name: part.delta() for name, part in self.assembly.items() if part.parts}
 
-    def _part(self, name: str) -> _Assembly:
-        return self.assembly.setdefault(name, _Assembly(self.alignment.target_parameters[name]))
-
-
-class _Assembly:
-    """The parts of one target parameter, put together in its stored form."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-        self.parts: list[tuple[Site, Delta]] = []
-        self.sources: dict[str, None] = {}
-        self.notes: dict[str, None] = {}
-        self.missing: list[str] = []
-
-    def add(self, pair: AlignedPair, source: str, delta: Delta) -> None:
-        self.parts.append((pair.target, delta))
-        self.sources[source] = None
-        if pair.note:
-            self.notes[pair.note] = None
-
-    def miss(self, target: Site) -> None:
-        self.missing.append(target.role)
-
-    def delta(self) -> Delta:
-        first, delta = self.parts[0]
-        if first.rows is None:
-            return self._stored(first, delta)
-        if all(isinstance(part, LowRank) for _, part in self.parts):
-            return self._stored(first, self._pack_low_rank())
-        # A packed matrix is put together in the orientation [out, …]; rows that did not move stay zero.
-        out = self.shape[-1] if first.transposed else self.shape[0]
-        dense = [(site, as_dense(p)) for site, p in self.parts]
-        whole = dense[0][1].new_zeros(out, *dense[0][1].shape[1:])
-        for site, part in dense:
-            site.put(part, whole)
-        return self._stored(first, whole)
-
-    def _pack_low_rank(self) -> LowRank:
-        """Parts that share their right factor keep their rank; others stand side by side."""
-        rows = self.shape[1] if self.parts[0][0].transposed else self.shape[0]
-        groups: dict[int, LowRank] = {}
-        for site, part in self.parts:
-            if not isinstance(part, LowRank) or site.rows is None:
-                raise TypeError("only low-rank rows can be packed")
-            group = groups.get(id(part.right))
-            if group is None:
-                group = LowRank(part.left.new_zeros(rows, part.rank), part.right)
-                groups[id(part.right)] = group
-            site.put(part.left, group.left)
-        return LowRank(
-            torch.cat([group.left for group in groups.values()], 1),
-            torch.cat([group.right for group in groups.values()], 0),
-        )
-
-    def _stored(self, site: Site, delta: Delta) -> Delta:
-        if isinstance(delta, LowRank):
-            return delta.T if site.transposed else delta
-        return (delta.T.contiguous() if site.transposed and delta.ndim == 2 else delta).reshape(self.shape)
+    def _part(self, name: str) -> Assembly:
+        return self.assembly.setdefault(name, Assembly(self.alignment.target_parameters[name]))
 
 
 def _site(data: dict[str, Any]) -> Site:

@@ -108,6 +108,8 @@ def _reason(module: nn.Module, name: str, ndim: int) -> str:
         return "a convolution: not a linear map of one token"
     if "emb" in name or "token" in name:
         return "an embedding or positional table: its rows are tokens or places, not a space of activations"
+    if ndim > 2 and "expert" in kind.lower():
+        return f"experts that {kind} computes in a way of its own, so that their tokens are not known"
     if ndim < 2:
         return f"a vector or scalar of {kind}, not a linear map"
     return f"a parameter of {kind} that no linear operation was found to use"

@@ -28,29 +28,37 @@ FORMAT = "taskferry task vector 1"
 
 @dataclass(frozen=True)
 class LowRank:
-    """A change of one weight as left @ right, [rows, r] @ [r, columns], in the weight's stored orientation."""
+    """A change of one weight as left @ right, [rows, r] @ [r, columns], in the weight's stored orientation.
+
+    Of experts stacked in one parameter: [experts, rows, r] @ [experts, r, columns].
+    """
 
     left: Tensor
     right: Tensor
 
     def __post_init__(self) -> None:
-        if self.left.ndim != 2 or self.right.ndim != 2 or self.left.shape[1] != self.right.shape[0]:
-            raise TaskferryError(f"factors {tuple(self.left.shape)} and {tuple(self.right.shape)} do not multiply")
+        left, right = self.left.shape, self.right.shape
+        if len(left) not in (2, 3) or left[:-2] != right[:-2] or left[-1:] != right[-2:-1]:
+            raise TaskferryError(f"factors {tuple(left)} and {tuple(right)} do not multiply")
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, columns) of the product."""
-        return self.left.shape[0], self.right.shape[1]
+    def shape(self) -> tuple[int, ...]:
+        """(rows, columns) of the product, behind the number of experts where they are stacked."""
+        return *self.left.shape[:-1], self.right.shape[-1]
 
     @property
     def rank(self) -> int:
         """Number of columns of the left factor."""
-        return self.left.shape[1]
+        return self.left.shape[-1]
 
     @property
     def T(self) -> LowRank:
-        """The transpose."""
-        return LowRank(self.right.T, self.left.T)
+        """The transpose, of every expert."""
+        return LowRank(self.right.mT, self.left.mT)
+
+    def expert(self, number: int) -> LowRank:
+        """The change of one of several experts."""
+        return LowRank(self.left[number], self.right[number])
 
     def dense(self) -> Tensor:
         """The product."""
@@ -59,7 +67,7 @@ class LowRank:
     def norm(self) -> float:
         """Frobenius norm, from two r × r matrices."""
         left, right = self.left.double(), self.right.double()
-        return math.sqrt(max(0.0, float(((left.T @ left) * (right @ right.T).T).sum())))
+        return math.sqrt(max(0.0, float(((left.mT @ left) * (right @ right.mT).mT).sum())))
 
 
 Delta = Tensor | LowRank
@@ -324,5 +332,5 @@ def _add(name: str, a: Delta, b: Delta) -> Delta:
     if tuple(a.shape) != tuple(b.shape):
         raise TaskferryError(f"{name}: cannot add changes of shapes {tuple(a.shape)} and {tuple(b.shape)}")
     if isinstance(a, LowRank) and isinstance(b, LowRank):
-        return LowRank(torch.cat([a.left, b.left], 1), torch.cat([a.right, b.right], 0))
+        return LowRank(torch.cat([a.left, b.left], -1), torch.cat([a.right, b.right], -2))
     return as_dense(a) + as_dense(b)

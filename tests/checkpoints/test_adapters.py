@@ -82,7 +82,6 @@ def test_heads_of_the_tuned_model_may_differ(world: Path, tmp_path: Path) -> Non
         ("alora_invocation_tokens", [5, 6], "train it as a plain LoRA"),
         ("layer_replication", [[0, 2], [1, 2]], "as a base of its own"),
         ("lora_bias", True, "merge it"),
-        ("target_parameters", ["mlp.experts.gate_up_proj"], "merge it"),
         ("trainable_token_indices", [1, 2], "merge it"),
         ("megatron_config", {"hidden_size": 16}, "convert it"),
         ("arrow_config", {"top_k": 3}, "move each"),

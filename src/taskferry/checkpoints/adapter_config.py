@@ -22,7 +22,7 @@ _MERGE = "merge it into its base with PEFT and move the full fine-tune"
 # Read where the change is made, or refused by a sentence of their own; bias and modules_to_save leave listed tensors.
 _UNDERSTOOD = frozenset((
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
-    "init_lora_weights", "loftq_config", "bias", "modules_to_save",
+    "init_lora_weights", "loftq_config", "bias", "modules_to_save", "target_parameters",
 ))  # fmt: skip
 # They say where the factors stand, how they were trained or how they are run; the change is the same with any value.
 # megatron_core and qalora_group_size mean nothing on their own; merge_weights is of PEFT's first releases.
@@ -42,10 +42,6 @@ _EFFECTS = {
         "write the repeated model out as a base of its own and give that",
     ),
     "lora_bias": ("its factors have a bias, which is no change of a weight", _MERGE),
-    "target_parameters": (
-        "its factors belong to parameters such as the experts of a mixture, which are no linear layers",
-        _MERGE,
-    ),
     "trainable_token_indices": ("it trained rows of the embeddings as well", _MERGE),
     "megatron_config": ("its layers are Megatron's, split over devices", "convert it to a LoRA of transformers"),
     "use_qalora": ("its factors read groups of inputs, not the inputs", _MERGE),

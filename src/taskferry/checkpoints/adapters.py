@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from taskferry.checkpoints.adapter_config import CONFIG, read_config
+from taskferry.checkpoints.expert_adapters import OLD_NAMES, old_experts, parameters_of, stacked, unstacked, wrapped
 from taskferry.checkpoints.folders import check_inside
 from taskferry.checkpoints.huggingface import older_names
 from taskferry.checkpoints.patterns import Patterns
@@ -28,6 +29,7 @@ from taskferry.checkpoints.states import read_state
 from taskferry.disk.files import not_finite, write_plain_safetensors
 from taskferry.errors import TaskferryError
 from taskferry.sites.discovery import find_sites
+from taskferry.sites.experts import ROUTER
 from taskferry.sites.site import Site
 from taskferry.taskvector import Delta, LowRank, TaskVector, match_names
 
@@ -42,9 +44,11 @@ class Skeleton:
 
     parameters: Mapping[str, tuple[int, ...]]
     linear: frozenset[str]  # weights of linear modules
-    transposed: frozenset[str]  # those of them that are stored as [in, out]
+    transposed: frozenset[str]  # those of them, and of the stacked ones, that are stored as [in, out]
     prefix: str = ""  # what the model is called inside a model with a head ("bert")
     older: Callable[[str], str] | None = None  # from names of older releases to those of `parameters`
+    stacked: frozenset[str] = frozenset()  # weights of experts, all in one parameter
+    routers: frozenset[str] = frozenset()  # matrices of modules that PEFT knows by their parameter alone
 
     @classmethod
     def of(cls, model: nn.Module) -> Skeleton:
@@ -56,13 +60,29 @@ class Skeleton:
     @classmethod
     def from_sites(cls, parameters: Mapping[str, tuple[int, ...]], sites: Iterable[Site], prefix: str) -> Skeleton:
         """The skeleton of a model whose sites are known, as in an alignment."""
-        linear, transposed = set(), set()
+        linear, transposed, stacked, routers = set(), set(), set(), set()
         for site in sites:
-            if site.weight == f"{site.name.partition('#')[0]}.weight" and len(parameters[site.weight]) == 2:
+            if site.expert is not None:
+                stacked.add(site.weight)
+                if site.transposed:
+                    transposed.add(site.weight)
+            elif site.role == ROUTER:
+                routers.add(site.weight)
+            elif site.weight == f"{site.name.partition('#')[0]}.weight" and len(parameters[site.weight]) == 2:
                 linear.add(site.weight)
                 if site.transposed:
                     transposed.add(site.weight)
-        return cls(parameters, frozenset(linear), frozenset(transposed), prefix)
+        sets = (frozenset(each) for each in (stacked, routers))
+        return cls(parameters, frozenset(linear), frozenset(transposed), prefix, None, *sets)
+
+    @property
+    def by_parameter(self) -> frozenset[str]:
+        """Weights that an adapter names as parameters.
+
+        Beside experts PEFT takes the names that older releases gave to theirs for experts too.
+        """
+        more = {n for n in self.linear if self.stacked and n.removesuffix(".weight").rsplit(".", 1)[-1] in OLD_NAMES}
+        return self.stacked | self.routers | more
 
 
 @dataclass(frozen=True)
@@ -99,26 +119,35 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
             ignored[name] = _why_ignored(name)
     if not factors:
         raise TaskferryError(f"{folder}: no LoRA factors in {weights.name}")
-    factors, names = _matched(folder, factors, base)
-    deltas: dict[str, Delta] = {}
-    for module, sides in factors.items():
-        name = names[f"{module}.weight"]
+    dtype = next(iter(next(iter(factors.values())).values())).dtype
+
+    def change_of(module: str, sides: Mapping[str, Tensor], experts: int = 0) -> LowRank:
         rank, alpha = ranks.of(module, config["r"]), alphas.of(module, config["lora_alpha"])
-        change = _change(folder, module, sides, rank, alpha, bool(config.get("use_rslora")))
+        return _change(folder, module, sides, rank, alpha / (rank**0.5 if config.get("use_rslora") else rank), experts)
+
+    found: dict[str, LowRank] = {}
+    prefix = ""
+    for name, (module, sides) in parameters_of(folder, factors, config.get("target_parameters"), base).items():
+        found[name] = change_of(name, sides, base.parameters[name][0] if name in base.stacked else 0)
+        prefix = module.replace(".base_layer", "").removesuffix(name.rpartition(".")[0])
+    found |= old_experts(factors, change_of, base)
+    factors, names = _matched(folder, factors, base)
+    for module, sides in factors.items():
+        found[names[f"{module}.weight"]] = change_of(module, sides)
+        prefix = prefix or f"{module}.weight".removesuffix(names[f"{module}.weight"])
+    deltas: dict[str, Delta] = {}
+    for name, change in found.items():
         change = change.T if name in base.transposed else change
         shape = base.parameters[name]
         if change.shape != shape:
             raise TaskferryError(
-                f"{folder}: {module} changes a weight of shape {change.shape}, the base has {shape}: "
+                f"{folder}: {name} changes by a matrix of shape {change.shape}, the base has {shape}: "
                 "it was made on another base model"
             )
         deltas[name] = change
     wrong = not_finite({name: (d.left, d.right) for name, d in deltas.items() if isinstance(d, LowRank)})
     if wrong is not None:
         raise TaskferryError(f"{folder}: the change of {wrong} holds numbers that are not finite")
-    first = next(iter(factors))
-    prefix = f"{first}.weight".removesuffix(names[f"{first}.weight"])
-    dtype = next(iter(factors.values()))["A"].dtype
     return Adapter(TaskVector(deltas), config, prefix, dtype, ignored)
 
 
@@ -136,13 +165,19 @@ def write_adapter(
     if any(name.startswith(prefix) for name in tau.deltas):
         prefix = ""  # the target has a head itself: its names have the prefix already
     dtype = torch.float32 if like is None else like.dtype
+    by_parameter = [name for name in tau.deltas if name in target.by_parameter]
     for name, delta in tau.deltas.items():
-        if not isinstance(delta, LowRank) or name not in target.linear:
+        if not isinstance(delta, LowRank) or name not in target.linear | target.by_parameter:
             raise TaskferryError(f"an adapter cannot hold the change of {name}: write a full model (--as-model)")
-        path = prefix + name.removesuffix(".weight")
         change = delta.T if name in target.transposed else delta
-        tensors[f"{_PREFIX}{path}.lora_A.weight"] = change.right.to(dtype)
-        tensors[f"{_PREFIX}{path}.lora_B.weight"] = change.left.to(dtype)
+        path = prefix + name.removesuffix(".weight")
+        A, B, module = change.right, change.left, path
+        if name in by_parameter:
+            module = prefix + wrapped(name, by_parameter, target.parameters)
+            A, B = stacked(A, B) if name in target.stacked else (A, B)
+            path = prefix + name
+        tensors[f"{_PREFIX}{module}.lora_A.weight"] = A.to(dtype).contiguous()
+        tensors[f"{_PREFIX}{module}.lora_B.weight"] = B.to(dtype).contiguous()
         ranks[path] = change.rank
     wrong = not_finite({name: (tensor,) for name, tensor in tensors.items()})
     if wrong is not None:
@@ -159,7 +194,10 @@ def write_adapter(
         "lora_alpha": rank,
         "rank_pattern": other,
         "alpha_pattern": other,
-        "target_modules": _target_modules(target, prefix, list(ranks)),
+        "target_modules": _target_modules(
+            target, prefix, [p for p in ranks if p.removeprefix(prefix) not in by_parameter]
+        ),
+        "target_parameters": sorted(prefix + name for name in by_parameter) or None,
         "fan_in_fan_out": bool(target.transposed & set(tau.deltas)),
         "bias": "none",
         "lora_dropout": 0.0,
@@ -186,20 +224,22 @@ def _matched(
         raise TaskferryError(f"{folder} was made on another base model: {error}") from error
 
 
-def _change(folder: Path, module: str, sides: Mapping[str, Tensor], rank: int, alpha: float, by_root: bool) -> LowRank:
-    """s B A, [out, in]."""
+def _change(folder: Path, module: str, sides: Mapping[str, Tensor], rank: int, scale: float, experts: int) -> LowRank:
+    """s B A, [out, in], or [experts, out, in]."""
     if set(sides) != {"A", "B"}:
         raise TaskferryError(f"{folder}: {module} has only lora_{next(iter(sides))}: the adapter is damaged")
     for side, factor in sides.items():
         if not factor.is_floating_point():
             raise TaskferryError(f"{folder}: lora_{side} of {module} is {factor.dtype}, no floating-point numbers")
     A, B = sides["A"].float(), sides["B"].float()
-    if A.shape[0] != rank or B.shape[1] != rank:
+    if A.shape[0] != rank * max(1, experts) or B.shape[1] != rank * max(1, experts):
         raise TaskferryError(
             f"{folder}: {module}: lora_A {tuple(A.shape)} and lora_B {tuple(B.shape)} do not have the rank {rank} of "
-            f"its {CONFIG}: the adapter is damaged"
+            f"its {CONFIG}{f' for {experts} experts' if experts else ''}: the adapter is damaged"
         )
-    return LowRank(B * (alpha / (rank**0.5 if by_root else rank)), A)
+    if experts:
+        A, B = unstacked(A, B, experts)
+    return LowRank(B * scale, A)
 
 
 def _why_ignored(name: str) -> str:
@@ -217,6 +257,8 @@ def _task_type(like: Adapter | None) -> str | None:
 
 
 def _target_modules(target: Skeleton, prefix: str, paths: list[str]) -> list[str]:
+    if not paths:
+        return []
     modules = {name.rpartition(".")[0] for name in target.parameters}
     leaves = sorted({path.rsplit(".", 1)[-1] for path in paths})
     selected = {prefix + module for module in modules if module.rsplit(".", 1)[-1] in leaves}

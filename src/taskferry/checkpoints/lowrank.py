@@ -28,7 +28,7 @@ def compress(
     for name, delta in tau.deltas.items():
         if isinstance(delta, LowRank):
             deltas[name] = delta
-        elif delta.ndim != 2:
+        elif delta.ndim not in (2, 3):  # 3: experts stacked in one parameter
             lost[name] = "a LoRA holds matrices only"
         else:
             deltas[name], errors[name] = _cut(delta, rank, energy)
@@ -40,9 +40,9 @@ def _cut(delta: Tensor, rank: int | None, energy: float | None) -> tuple[LowRank
     power = sigma.double().square()
     total = float(power.sum())
     if rank is None:
-        share = power.cumsum(0) / max(total, 1e-300)
-        rank = int((share < (energy or 1.0) - 1e-12).sum()) + 1
-    kept = min(rank, len(sigma))
-    root = sigma[:kept].sqrt()
-    error = (max(0.0, float(power[kept:].sum())) / total) ** 0.5 if total else 0.0
-    return LowRank(U[:, :kept] * root, root[:, None] * Vh[:kept]), error
+        share = power.cumsum(-1) / power.sum(-1, keepdim=True).clamp_min(1e-300)
+        rank = int((share < (energy or 1.0) - 1e-12).sum(-1).max()) + 1  # of experts the largest that one needs
+    kept = min(rank, sigma.shape[-1])
+    root = sigma[..., :kept].sqrt()
+    error = (max(0.0, float(power[..., kept:].sum())) / total) ** 0.5 if total else 0.0
+    return LowRank(U[..., :kept] * root[..., None, :], root[..., None] * Vh[..., :kept, :]), error

@@ -27,11 +27,12 @@ from taskferry.errors import TaskferryError
 from taskferry.fitting.answers import Answers
 from taskferry.fitting.objectives import AnyObjective, Classifier, ForwardOnly, Objective, both_objectives
 from taskferry.fitting.progress import Progress
+from taskferry.fitting.routing import Meeting, has_experts
 from taskferry.fitting.scale import ScaleCurve
 from taskferry.fitting.solve import UNREACHED, MapOptions, Solved
 from taskferry.fitting.statistics import Capture
 from taskferry.sites.discovery import find_sites
-from taskferry.sites.pairing import DepthRule, Pair, nearest_block, pair_sites
+from taskferry.sites.pairing import DepthRule, Pair, Place, nearest_block, pair_sites
 from taskferry.sites.site import Site
 from taskferry.taskvector import TaskVector
 from taskferry.version import __version__
@@ -96,6 +97,28 @@ class ModelPair(ABC):
                 f"no linear layer of {type(target).__name__} has a partner in {type(source).__name__}: "
                 "their blocks or roles have no name in common"
             )
+        self.experts: dict[str, Any] = {}  # of the target's blocks: how they met the source's, for the record
+        if has_experts(self.pairs):
+            self._match_experts()
+
+    def _match_experts(self) -> None:
+        """Pair experts by what they do, which their order in a model does not tell."""
+        meetings = self.meetings()
+        mixtures = {place: meeting.mixture() for place, meeting in meetings.items()}
+        self.pairs, self.reasons = pair_sites(self.source_sites, self.target_sites, self.depth_rule, mixtures)
+        self.experts = {f"{stack}.{block}": meeting.facts() for (stack, block), meeting in meetings.items()}
+        # A site that takes a share of every expert of the source is one site for each.
+        known = set(self.target_sites)
+        shares = [pair.target for pair in self.pairs if pair.target not in known]
+        rows = {(site.weight, site.rows) for site in shares}
+        self.target_sites = [site for site in self.target_sites if (site.weight, site.rows) not in rows] + shares
+
+    def meetings(self) -> dict[Place, Meeting]:
+        """Which experts meet in the blocks of the target."""
+        raise TaskferryError(
+            f"{type(self.source).__name__} or {type(self.target).__name__} has experts, which are matched by running "
+            f"both models whole: the engine '{self.engine}' cannot, use the engine 'whole'"
+        )
 
     def with_calibration(self: P, calibration: Calibration) -> P:
         """The same models on other samples; heads are made from those."""
@@ -122,6 +145,7 @@ class ModelPair(ABC):
             "objective": [objective.describe() for objective in objectives],
             "calibration": {"samples": self.calibration.samples, "sha256": self.calibration.identity()},
             "versions": {"taskferry": __version__, "torch": torch.__version__},
+            **({"experts": self.experts} if self.experts else {}),
         }
 
     def _model(self, side: int) -> dict[str, str]:

@@ -25,11 +25,12 @@ from taskferry.fitting.capture import BICO, Loss, Side, collect, device_of, froz
 from taskferry.fitting.language import predicted
 from taskferry.fitting.objectives import AnyObjective, Classifier, ForwardOnly, LanguageModel, teacher_labels
 from taskferry.fitting.progress import Progress, Steps
+from taskferry.fitting.routing import Meeting, match_experts
 from taskferry.fitting.scale import losses_at, moved_by
 from taskferry.fitting.solve import Finished, GroupSums, MapOptions, Solved, Step, solve_group
 from taskferry.fitting.statistics import Capture, Point, Statistics
 from taskferry.maths.procrustes import DEFAULT_TOLERANCE, RankPolicy
-from taskferry.sites.pairing import DepthRule, Pair, nearest_block
+from taskferry.sites.pairing import DepthRule, Pair, Place, nearest_block
 from taskferry.taskvector import TaskVector
 
 
@@ -73,6 +74,11 @@ class WholePair(ModelPair):
     exact = False  # whether sums are added in float64, so that the number of processes does not show
     first = True  # whether this process stores and gets the maps
     _sums: tuple[str, list[str], Statistics] | None = None  # of the last single group, for a fit that adds a point
+
+    def meetings(self) -> dict[Place, Meeting]:
+        """By forward passes over all samples, the same in every process."""
+        sides = Side(self.source, self._forward_only[0]), Side(self.target, self._forward_only[1])
+        return match_experts(sides, (self.source_sites, self.target_sites), self.pairs, self.calibration)
 
     def hash_of(self, side: int) -> str:
         """Made once: frozen models do not change."""

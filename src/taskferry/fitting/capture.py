@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from taskferry.calibration.batch import Batch, Calibration
 from taskferry.errors import TaskferryError
+from taskferry.fitting.mixture import experts_in_parts
 from taskferry.fitting.recorder import Call, OnForward, OnGradient, Recorder
 from taskferry.fitting.statistics import Capture, Paired, S, Statistics
 from taskferry.sites import Family, family_of
 from taskferry.sites.pairing import Pair
+from taskferry.sites.routed import Routed, Rows, paired_rows
 from taskferry.sites.site import Site
 from taskferry.sites.tokens import Layout, TokenMatch, match
 
@@ -134,8 +136,8 @@ class _MicroBatch(Generic[S]):
         self.takers = Counter(pair.source.name for pair in by_target.values())
         self.taken: Counter[tuple[str, str, int]] = Counter()
         self.calls: dict[tuple[str, int], Call] = {}
-        self.inputs: dict[tuple[str, int], Tensor] = {}
-        self.outputs: dict[tuple[str, int], Tensor] = {}
+        self.inputs: dict[tuple[str, int], Rows] = {}
+        self.outputs: dict[tuple[str, int], Rows] = {}
         self.shared: dict[tuple[int, int], str] = {}
         self.matches: dict[tuple[str, str, int, int], TokenMatch] = {}
         self.layouts_A = source.family.layouts(source.model, self.batch_A)
@@ -152,44 +154,54 @@ class _MicroBatch(Generic[S]):
     def _run_source(self) -> bool:
         """Hold the source's rows; whether all of them are still what they were when they were seen."""
         versions: list[tuple[Tensor, int]] = []
+        copies: dict[int, Tensor] = {}  # by the tensor read: one for all experts of a module
 
-        def hold(rows: Tensor) -> Tensor:
+        def hold(rows: Rows, read: int | None = None) -> Rows:
+            if isinstance(rows, Routed):
+                return replace(rows, rows=own(rows.rows))
+            if not self.copy or read is None:
+                return own(rows)
+            if read not in copies or copies[read].shape != rows.shape:
+                copies[read] = own(rows)
+            return copies[read]
+
+        def own(rows: Tensor) -> Tensor:
             held = rows.clone() if self.copy else rows
             versions.append((held, held._version))
             return held
 
-        def forward(call: Call, x: Tensor, y: Tensor) -> None:
+        def forward(call: Call, x: Rows, y: Rows) -> None:
             key = (call.site.name, call.index)
             self.calls[key] = call
             if self.capture.inputs == "activations":
-                self.inputs[key] = hold(x)
+                self.inputs[key] = hold(x, call.input if call.site.expert is not None else None)
             if self.capture.outputs == "activations":
                 self.outputs[key] = hold(y)
 
-        def gradient(call: Call, g: Tensor) -> None:
+        def gradient(call: Call, g: Rows) -> None:
             key = (call.site.name, call.index)
             if self.capture.outputs == "gradients":
                 self.outputs[key] = g
             if self.capture.inputs == "gradients":
-                self.inputs[key] = g @ _weight(self.source, call.site)
+                self.inputs[key] = _through(self.source, call.site, g)
 
         sources = {pair.source.name: pair.source for pair in self.by_target.values()}.values()
         _pass(self.source, self.batch_A, sources, forward, gradient, self.layouts_A, self.capture)
         return all(rows._version == version for rows, version in versions)
 
-    def _pair_forward(self, call: Call, x: Tensor, y: Tensor) -> None:
+    def _pair_forward(self, call: Call, x: Rows, y: Rows) -> None:
         if self.capture.inputs == "activations":
             self._pair_input(call, x, share=True)
         if self.capture.outputs == "activations":
             self._pair_output(call, y)
 
-    def _pair_gradient(self, call: Call, g: Tensor) -> None:
+    def _pair_gradient(self, call: Call, g: Rows) -> None:
         if self.capture.outputs == "gradients":
             self._pair_output(call, g)
         if self.capture.inputs == "gradients":
-            self._pair_input(call, g @ _weight(self.target, call.site), share=False)
+            self._pair_input(call, _through(self.target, call.site, g), share=False)
 
-    def _pair_input(self, call: Call, rows: Tensor, share: bool) -> None:
+    def _pair_input(self, call: Call, rows: Rows, share: bool) -> None:
         """Sites that read the same tensors share one map; gradients through different sites differ."""
         at = (self.by_target[call.site.name].source.name, call.index)
         if at not in self.inputs:
@@ -202,29 +214,32 @@ class _MicroBatch(Generic[S]):
             self._add(self.kept.inputs, key, call, self.inputs[at], rows)
         self._take(self.inputs, "in", at)
         keys = self.kept.reads.setdefault(call.site.name, [])
-        if key not in keys:
+        if key not in keys and key in self.kept.inputs:
             keys.append(key)
 
-    def _pair_output(self, call: Call, rows: Tensor) -> None:
+    def _pair_output(self, call: Call, rows: Rows) -> None:
         at = (self.by_target[call.site.name].source.name, call.index)
         if at in self.outputs:
             self._add(self.kept.outputs, call.site.name, call, self.outputs[at], rows)
             self._take(self.outputs, "out", at)
 
-    def _take(self, held: dict[tuple[str, int], Tensor], side: str, at: tuple[str, int]) -> None:
+    def _take(self, held: dict[tuple[str, int], Rows], side: str, at: tuple[str, int]) -> None:
         """Let the source's rows go with their last reader: what is held shrinks while the target's graph grows."""
         self.taken[(side, *at)] += 1
         if self.taken[(side, *at)] == self.takers[at[0]]:
             del held[at]
 
-    def _add(self, sums: dict[str, S], key: str, call: Call, rows_A: Tensor, rows_B: Tensor) -> None:
+    def _add(self, sums: dict[str, S], key: str, call: Call, rows_A: Rows, rows_B: Rows) -> None:
         pair = self.by_target[call.site.name]
         try:
             tokens = self._match(pair, rows_A.shape[1], rows_B.shape[1])
+            X_A, X_B = paired_rows(tokens, rows_A, rows_B)
+            if not len(X_A) and (isinstance(rows_A, Routed) or isinstance(rows_B, Routed)):
+                return  # no token reaches both
             if key not in sums:
                 inputs = sums is self.kept.inputs
                 sums[key] = self.kept.start(inputs, call.site.name, rows_A.shape[-1], rows_B.shape[-1])
-            sums[key].add(tokens.source(rows_A), tokens.target(rows_B))
+            sums[key].add(X_A, X_B)
         except ValueError as error:
             raise TaskferryError(
                 f"{pair.source.name} {list(rows_A.shape)} with {pair.target.name} {list(rows_B.shape)}: {error}"
@@ -254,13 +269,19 @@ def _look_at_one(side: Side, sites: Sequence[Site], batches: Sequence[Batch]) ->
         if len(batch) > 1 and lengths & {None, len(batch)}:
             with torch.inference_mode(False), frozen(side.model), torch.no_grad():
                 one = batch.take([0]).to(device_of(side.model))
-                _watch(side, one, sites, lambda *_: None, lambda *_: None, {})
+                watch(side, one, sites, lambda *_: None, lambda *_: None, {})
             return
 
 
 def _weight(side: Side, site: Site) -> Tensor:
     weight = side.weights.get(site.weight)
     return site.read((side.model.get_parameter(site.weight) if weight is None else weight).detach())
+
+
+def _through(side: Side, site: Site, g: Rows) -> Rows:
+    """The gradient with respect to what a site reads."""
+    W = _weight(side, site)
+    return replace(g, rows=g.rows @ W) if isinstance(g, Routed) else g @ W
 
 
 def _pass(
@@ -273,7 +294,7 @@ def _pass(
     capture: Capture,
 ) -> None:
     """One forward pass, and a backward pass where gradients are asked for."""
-    loss = _watch(side, batch, sites, on_forward, on_gradient, layouts)
+    loss = watch(side, batch, sites, on_forward, on_gradient, layouts)
     if not capture.backward:
         return
     if loss.ndim or not bool(torch.isfinite(loss)):
@@ -286,7 +307,7 @@ def _pass(
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def _watch(
+def watch(
     side: Side,
     batch: Batch,
     sites: Iterable[Site],
@@ -296,7 +317,8 @@ def _watch(
 ) -> Tensor:
     """The loss of a micro-batch, its sites recorded."""
     lengths = {stream: layout.length for stream, layout in layouts.items() if layout.length is not None}
-    with Recorder(
+    sites = list(sites)
+    recorder = Recorder(
         side.model,
         sites,
         samples=len(batch),
@@ -305,5 +327,6 @@ def _watch(
         lengths=lengths,
         weights=side.weights,
         turned=side.turned,
-    ):
+    )
+    with recorder, experts_in_parts(side.model, sites, recorder):
         return side.loss(batch)

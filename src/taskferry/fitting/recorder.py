@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from taskferry.errors import TaskferryError
+from taskferry.sites.routed import Rows
 from taskferry.sites.site import Site
 
-OnForward = Callable[["Call", Tensor, Tensor], None]
-OnGradient = Callable[["Call", Tensor], None]
+OnForward = Callable[["Call", Rows, Rows], None]
+OnGradient = Callable[["Call", Rows], None]
 
 _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
 _MHA_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
@@ -132,26 +133,17 @@ class Recorder(TorchFunctionMode):
         if not sites:
             return y
         patches = func is torch.conv2d
-        if not y.requires_grad:
-            # Nothing below needs a gradient: the graph starts here, at a leaf. The model gets a copy,
-            # because it may write in place and torch forbids that on leaves.
-            hooked = y.detach().requires_grad_()
-            y = hooked.clone()
-        else:
-            # A linear output can be a view of its flat form, and writing into a view in place would drop the hook.
-            hooked = y = torch.ops.aten._unsafe_view.default(y, list(y.shape))
+        hooked, y = hook_point(y)
         rows, outputs = x.detach(), y.detach()
         if patches:
             rows = F.unfold(rows, weight.shape[2:], stride=weight.shape[2:]).mT
             outputs = outputs.flatten(2).mT
-        number = self._number(x)
         calls = []
         for site in sites:
             inside, outside = self._as_tokens(site, rows), self._as_tokens(site, site.own(outputs, -1, first_row))
             if inside is None or outside is None:
                 continue
-            calls.append(Call(site, self._calls[site.name], number))
-            self._calls[site.name] += 1
+            calls.append(self.call(site, x))
             self.on_forward(calls[-1], inside, outside)
         hooked.register_hook(lambda g: self._gradient(calls, first_row, g.flatten(2).mT if patches else g))
         return y
@@ -161,6 +153,11 @@ class Recorder(TorchFunctionMode):
             tokens = self._as_tokens(call.site, call.site.own(g, -1, first_row))
             if tokens is not None:
                 self.on_gradient(call, tokens)
+
+    def call(self, site: Site, x: Tensor) -> Call:
+        """One more use of a site, which reads x."""
+        self._calls[site.name] += 1
+        return Call(site, self._calls[site.name] - 1, self._number(x))
 
     def _number(self, x: Tensor) -> int:
         """One number for one tensor, as long as it lives unchanged; its address may be used again later."""
@@ -190,6 +187,18 @@ class Recorder(TorchFunctionMode):
         if rest or (expected is not None and length not in (1, expected)):
             return None
         return x.reshape(n, length, x.shape[-1])
+
+
+def hook_point(y: Tensor) -> tuple[Tensor, Tensor]:
+    """(the tensor to hook, what the model goes on with) of a linear output."""
+    if not y.requires_grad:
+        # Nothing below needs a gradient: the graph starts here, at a leaf. The model gets a copy,
+        # because it may write in place and torch forbids that on leaves.
+        hooked = y.detach().requires_grad_()
+        return hooked, hooked.clone()
+    # A linear output can be a view of its flat form, and writing into a view in place would drop the hook.
+    y = torch.ops.aten._unsafe_view.default(y, list(y.shape))
+    return y, y
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *names: str) -> Any:

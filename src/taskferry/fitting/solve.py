@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from taskferry.alignment import AlignedPair, Alignment
 from taskferry.errors import TaskferryError
 from taskferry.fitting.statistics import Statistics
@@ -66,6 +68,8 @@ class Solved:
         """The pairs of a group that have a direction on both sides; the others get their reason."""
         for pair in group:
             name = pair.target.name
+            if pair.experts and name in reads:
+                self.outputs[name] = _by_experts(pair)
             if name not in reads:
                 self.reasons[name] = UNREACHED
             elif self.inputs[reads[name]][1].rank and self.outputs[name][1].rank:
@@ -101,6 +105,15 @@ class Solved:
             reasons=reasons,
             provenance=provenance,
         )
+
+
+def _by_experts(pair: Pair) -> tuple[Map, Quality]:
+    """The output map of a router, which is known: the logit of an expert is that of the one it takes."""
+    count_A, count_B = pair.source.shape[0], pair.target.shape[0]
+    R = torch.zeros(count_A, count_B)
+    R[list(pair.experts), range(count_B)] = 1.0
+    used = len(set(pair.experts))
+    return Map(R=R), Quality(rank=used, rows=count_B, similarity=1.0, residual=0.0, largest=1.0, smallest=1.0)
 
 
 @dataclass(frozen=True)
@@ -145,13 +158,14 @@ class GroupSums:
     @classmethod
     def of(cls, statistics: Statistics, group: list[Pair]) -> GroupSums:
         """Those of the statistics that the group needs; pairs that no pass reaches are left out."""
-        names = [p.target.name for p in group]
-        names = [name for name in names if name in statistics.reads and name in statistics.outputs]
+        known = statistics.outputs
+        names = [p.target.name for p in group if p.experts or p.target.name in known]  # a router's output map is known
+        names = [name for name in names if statistics.reads.get(name)]
         found = cls({}, {}, {})
         for name in names:
             key, sums = statistics.input_of(name)
             found.reads[name], found.inputs[key] = key, sums
-        found.outputs = {name: statistics.outputs[name] for name in names}
+        found.outputs = {name: known[name] for name in names if name in known}
         return found
 
     def solve(self, options: MapOptions, step: Step = lambda _: None) -> Solved:

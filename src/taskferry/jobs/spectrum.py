@@ -31,10 +31,14 @@ def energy_moved(tau: TaskVector, moved: TaskVector) -> dict[str, Any]:
     if not total:
         return {}
     stayed: dict[str, dict[str, Delta]] = {}
+    left = () if moved.coverage is None else moved.coverage.unused
     for name, delta in tau.deltas.items():
         if name not in taken:
             stayed.setdefault(_without_numbers(name), {})[name] = delta
-    shares = {where: TaskVector(deltas).norm() ** 2 / total for where, deltas in stayed.items()}
+        elif len(delta.shape) == 3:  # some experts may have found no place
+            own = [each for i, each in enumerate(_matrices(delta)) if f"{name}#{i}" in left]
+            stayed.setdefault(_without_numbers(name), {}).update({f"{name}#{i}": d for i, d in enumerate(own)})
+    shares = {where: TaskVector(deltas).norm() ** 2 / total for where, deltas in stayed.items() if deltas}
     return {
         "moved": max(0.0, 1.0 - sum(shares.values())),
         "stayed": dict(sorted(shares.items(), key=lambda item: -item[1])),
@@ -64,12 +68,19 @@ def _taken(moved: TaskVector) -> set[str]:
 def leading_values(deltas: Iterable[Delta], count: int = SHOWN) -> list[float]:
     """The root mean square over all matrices of the 1st, 2nd, … singular value; vectors are left out."""
     total, matrices = torch.zeros(count, dtype=torch.float64), 0
-    for delta in deltas:
+    for delta in (each for whole in deltas for each in _matrices(whole)):
         if len(delta.shape) > 1:
             values = singular_values(delta, count)
             total[: len(values)] += values.square().cpu()
             matrices += 1
     return (total / max(1, matrices)).sqrt().tolist()
+
+
+def _matrices(delta: Delta) -> list[Delta]:
+    """The changes of experts one by one; any other as it is."""
+    if len(delta.shape) != 3:
+        return [delta]
+    return [delta.expert(i) if isinstance(delta, LowRank) else delta[i] for i in range(delta.shape[0])]
 
 
 def singular_values(delta: Delta, count: int = SHOWN) -> Tensor:

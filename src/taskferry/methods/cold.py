@@ -35,7 +35,7 @@ def cold(job: Job, *, seed: Annotated[int, "of the first factors of a new LoRA"]
 
 def _new(weight: torch.Tensor, rank: int, transposed: bool, generator: torch.Generator) -> LowRank:
     """B = 0 and A uniform, as PEFT starts a LoRA."""
-    out, into = weight.shape if not transposed else weight.T.shape
-    A = (2 * torch.rand(rank, into, generator=generator) - 1) / math.sqrt(into)
-    change = LowRank(torch.zeros(out, rank), A.to(torch.float32))
+    *experts, out, into = weight.shape if not transposed else weight.mT.shape
+    A = (2 * torch.rand(*experts, rank, into, generator=generator) - 1) / math.sqrt(into)
+    change = LowRank(torch.zeros(*experts, out, rank), A.to(torch.float32))
     return change.T if transposed else change

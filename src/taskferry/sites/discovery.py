@@ -12,6 +12,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from taskferry.sites import Family, family_of
+from taskferry.sites.experts import experts_of, is_router
 from taskferry.sites.family import split_path
 from taskferry.sites.site import LinearParameter, Site, is_patch_embedding
 
@@ -22,15 +23,20 @@ def find_sites(model: nn.Module, family: Family | None = None) -> list[Site]:
     sites: list[Site] = []
     for linear in _linear_parameters(model, family):
         whole = family.name_site(model, linear)
-        if not linear.parts:
-            sites.append(whole)
-            continue
-        sites += _split(whole, linear)
+        if not linear.experts:
+            sites += _parts(whole, linear, "#")
+        for expert in range(linear.experts):
+            sites += _parts(replace(whole, name=f"{whole.name}#{expert}", expert=expert), linear, ".")
     return _number_blocks(sites)
 
 
-def _split(whole: Site, linear: LinearParameter) -> list[Site]:
-    """One site for every part of a packed matrix; parts that fill only a share of its rows repeat, one run a head."""
+def _parts(whole: Site, linear: LinearParameter, mark: str) -> list[Site]:
+    """One site for every part of a packed matrix, or the matrix itself.
+
+    Parts that fill only a share of its rows repeat, one run a head.
+    """
+    if not linear.parts:
+        return [whole]
     period = sum(size for _, size in linear.parts)
     if linear.out_features % period:
         raise ValueError(f"{linear.weight}: its parts have {period} rows, the matrix {linear.out_features}")
@@ -40,7 +46,7 @@ def _split(whole: Site, linear: LinearParameter) -> list[Site]:
         role = whole.role.rsplit(".", 1)[0] + "." + part if "." in whole.role else part
         rows = (start, start + size) if runs == 1 else (start, start + size, period)
         shape = (size * runs, whole.shape[1])
-        sites.append(replace(whole, name=f"{whole.name}#{part}", role=role, rows=rows, shape=shape))
+        sites.append(replace(whole, name=f"{whole.name}{mark}{part}", role=role, rows=rows, shape=shape))
         start += size
     return sites
 
@@ -85,6 +91,12 @@ def _linear_parameters(model: nn.Module, family: Family) -> list[LinearParameter
             qkv = (("q", out // 3), ("k", out // 3), ("v", out // 3))
             linear = LinearParameter(f"{dot}in_proj", f"{dot}in_proj_weight", bias, out, in_, parts=qkv)
             add(linear, module.in_proj_weight)
+        elif (experts := experts_of(module)) is not None:
+            for linear, parameter in experts.parameters(module, dot):
+                add(linear, parameter)
+        elif is_router(module):
+            out, in_ = module.weight.shape
+            add(LinearParameter(path, f"{dot}weight", _bias(module, dot), out, in_), module.weight)
         for name in family.bare_projections:
             parameter = module._parameters.get(name)
             if parameter is not None and parameter.ndim == 2:
@@ -93,8 +105,8 @@ def _linear_parameters(model: nn.Module, family: Family) -> list[LinearParameter
     return found
 
 
-def _bias(module: nn.Linear | nn.Conv2d, dot: str) -> str | None:
-    return None if module.bias is None else f"{dot}bias"
+def _bias(module: nn.Module, dot: str) -> str | None:
+    return None if module._parameters.get("bias") is None else f"{dot}bias"
 
 
 def _number_blocks(sites: list[Site]) -> list[Site]:

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from taskferry.sites.experts import ROUTER
 from taskferry.sites.site import Site
+
+_MLP = ("mlp.", "experts.", "shared.", ROUTER)
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ def kinds(sites: Sequence[Site]) -> Mapping[str, list[Kind]]:
             continue
         names.setdefault(site.stack, {})[site.block] = site.kind
         mixing = roles.setdefault((site.stack, site.block), set())
-        if not site.role.startswith("mlp."):
+        if not site.role.startswith(_MLP):
             mixing.add(site.role)
     return {
         stack: [Kind(blocks[j], frozenset(roles[stack, j])) for j in sorted(blocks)] for stack, blocks in names.items()

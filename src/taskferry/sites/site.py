@@ -32,12 +32,15 @@ class Site:
     transposed: bool = False  # stored as [in, out]
     fixed: str | None = None  # why this site is never moved
     kind: str = ""  # what its block is among the blocks of its stack, where the model says so: "sliding attention"
+    expert: int | None = None  # which slice of experts stacked in one parameter
+    share: float = 1.0  # of several changes that come together in one weight: what this one counts
 
     def oriented(self, stored: Tensor) -> Tensor:
-        """The whole parameter as [out, in] (a view), or a bias as it is."""
-        if stored.ndim == 1:
-            return stored
-        W = stored.flatten(1) if stored.ndim > 2 else stored
+        """The whole matrix of this site's expert, or the whole parameter, as [out, in] (a view); a bias as it is."""
+        W = stored if self.expert is None else stored[self.expert]
+        if W.ndim == 1:
+            return W
+        W = W.flatten(1) if W.ndim > 2 else W
         return W.T if self.transposed else W
 
     def read(self, stored: Tensor) -> Tensor:
@@ -46,7 +49,7 @@ class Site:
 
     def read_bias(self, stored: Tensor) -> Tensor:
         """This site's [out] out of the bias as it is stored (a view, unless its rows repeat)."""
-        return self.own(stored)
+        return self.own(stored if self.expert is None else stored[self.expert])
 
     def own(self, packed: Tensor, dim: int = 0, first: int = 0) -> Tensor:
         """This site's outputs along one dimension of all that its matrix has, or of those from `first` on."""
@@ -60,12 +63,19 @@ class Site:
 
     def put(self, part: Tensor, packed: Tensor) -> None:
         """The inverse of `own`: this site's outputs into the first dimension of all."""
-        if self.rows is None:
-            packed.copy_(part)
-            return
-        start, stop, *period = self.rows
-        mine = packed.unflatten(0, (-1, period[0]))[:, start:stop] if period else packed[start:stop]
+        mine = self._within(packed)
         mine.copy_(part.reshape(mine.shape))
+
+    def add(self, part: Tensor, packed: Tensor) -> None:
+        """The same, added to what is there."""
+        mine = self._within(packed)
+        mine += part.reshape(mine.shape)
+
+    def _within(self, packed: Tensor) -> Tensor:
+        if self.rows is None:
+            return packed
+        start, stop, *period = self.rows
+        return packed.unflatten(0, (-1, period[0]))[:, start:stop] if period else packed[start:stop]
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class LinearParameter:
     in_features: int
     transposed: bool = False
     parts: tuple[tuple[str, int], ...] = ()  # (suffix of the role, rows) of a packed matrix; fewer rows in all repeat
+    experts: int = 0  # how many are stacked in it; 0 for a plain matrix
 
 
 def is_patch_embedding(module: nn.Conv2d) -> bool:

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from taskferry.checkpoints import Skeleton, write_adapter
 from taskferry.checkpoints.conversion import peft_for
+from taskferry.checkpoints.expert_adapters import unstacked, wrapped
 from taskferry.taskvector import Delta, LowRank, TaskVector
 
 Result = Callable[[], TaskVector]
@@ -33,7 +34,7 @@ def learning(target: nn.Module, start: TaskVector) -> Iterator[Result]:
     """
     asked = [(parameter, parameter.requires_grad) for parameter in target.parameters()]
     skeleton = Skeleton.of(target)
-    as_lora = start.low_rank and all(name in skeleton.linear for name in start.deltas)
+    as_lora = start.low_rank and all(name in skeleton.linear | skeleton.by_parameter for name in start.deltas)
     try:
         with _factors(target, start, skeleton) if as_lora else _weights(target, start.dense()) as result:
             yield result
@@ -71,12 +72,21 @@ def _factors(target: nn.Module, start: TaskVector, skeleton: Skeleton) -> Iterat
         write_adapter(Path(folder), start, skeleton, base_name="")
         adapted = peft.PeftModel.from_pretrained(target, folder, is_trainable=True)
 
+    by_parameter = [name for name in start.deltas if name in skeleton.by_parameter]
+
     def result() -> TaskVector:
         found: dict[str, Delta] = {}
         for name in start.deltas:
-            layer: Any = target.get_submodule(name.removesuffix(".weight"))
-            factors: list[Tensor] = [side["default"].weight.detach().clone() for side in (layer.lora_B, layer.lora_A)]
-            change = LowRank(*factors)
+            path = (
+                wrapped(name, by_parameter, skeleton.parameters)
+                if name in by_parameter
+                else name.removesuffix(".weight")
+            )
+            layer: Any = target.get_submodule(path)
+            A, B = (side["default"].weight.detach().clone() for side in (layer.lora_A, layer.lora_B))
+            if name in skeleton.stacked:
+                A, B = unstacked(A, B, skeleton.parameters[name][0])
+            change = LowRank(B, A)
             found[name] = change.T if name in skeleton.transposed else change
         return TaskVector(found, start.coverage)
 
