@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,17 @@ def encoder(folder: Path, width: int, depth: int, seed: int, name: str = "BertMo
     return save(hf(name, width, depth, vocab_size=400, initializer_range=0.2), folder, **more)
 
 
-def shifted(folder: Path, out: Path, size: float = 0.05) -> Path:
-    """A pretended full fine-tune of a folder."""
+def shifted(folder: Path, out: Path, size: float = 0.05, only: str = "") -> Path:
+    """A pretended full fine-tune of a folder: of the parameters whose names have `only` in them."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
     model = getattr(transformers, config.architectures[0]).from_pretrained(folder)
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(size * torch.randn(parameter.shape, generator=generator).to(parameter))
+        for name, parameter in model.named_parameters():
+            if only in name:
+                parameter.add_(size * torch.randn(parameter.shape, generator=generator).to(parameter))
     model.save_pretrained(out)
     return out
 
@@ -77,7 +79,7 @@ def _lines(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def lora(base: Path, out: Path, modules: list[str], seed: int = 0, **more: Any) -> Path:
+def lora(base: Path, out: Path, modules: str | Sequence[str], seed: int = 0, **more: Any) -> Path:
     """A LoRA adapter of random factors on a folder's model, written by PEFT."""
     import peft
     import transformers
@@ -85,9 +87,9 @@ def lora(base: Path, out: Path, modules: list[str], seed: int = 0, **more: Any) 
     config = transformers.AutoConfig.from_pretrained(base)
     model = getattr(transformers, config.architectures[0]).from_pretrained(base)
     torch.manual_seed(seed)
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": modules, **more})
-    )
+    names = modules if isinstance(modules, str) else list(modules)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": names, **more}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**settings))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:

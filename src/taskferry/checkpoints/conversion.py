@@ -40,7 +40,13 @@ def read_converted(folder: Path, base: nn.Module) -> Adapter:
     config = read_json(folder / CONFIG)
     peft = peft_for(f"convert {folder} to a LoRA", f", or {_MERGE}")
     kind = str(config["peft_type"])
-    _check(folder, config, peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(kind))
+    known = peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(kind)
+    if known is not None and issubclass(known, peft.PromptLearningConfig):
+        raise TaskferryError(
+            f"{folder} is an adapter of type {kind}: it has learned inputs of its base and changes no weight, so there "
+            "is nothing to move; train it on the new base, or train a LoRA"
+        )
+    _check(folder, config, known)
     with tempfile.TemporaryDirectory(prefix="taskferry-lora-") as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

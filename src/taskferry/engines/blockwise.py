@@ -236,13 +236,19 @@ class BlockwiseModel:
         """The loss from the last hidden states, with the model's own tail and objective."""
         last = len(self.stacks) - 1
         outputs: dict[int, Callable[[], Tensor]] = {last: lambda: self.edges[self._current]}
-        with self._stand_ins(None, {}, {}, outputs=outputs):
+        calls: dict[int, Call] = {}
+
+        def look_at(k: int) -> None:
+            self._current = k
+            calls.clear()
+
+        with self._stand_ins(None, {}, calls, outputs=outputs):
             if not self.heads:
-                self.heads.append(self.objective.bind(self.model, Told(self.batches, self._look_at)))
+                self.heads.append(self.objective.bind(self.model, Told(self.batches, look_at)))
             self._bound = self.heads[0]
             self.loss = 0.0
             for k, batch in enumerate(self.batches):
-                self._current = k
+                look_at(k)
                 self.edges[k].requires_grad_(backward)
                 with torch.set_grad_enabled(backward):
                     value = self._bound(batch)
@@ -280,6 +286,11 @@ class BlockwiseModel:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 at = self._current if k is None else k
                 hidden, call = split_call(args, kwargs)
+                if j in calls and until is None:  # the weights of one block for many layers, as ALBERT has them
+                    raise TaskferryError(
+                        f"{self.lazy.given} runs {self.blocks[j]} more than once in a pass, block by block once: "
+                        "use the engine 'whole'"
+                    )
                 calls[j] = call
                 if j == first:
                     entered[stack] = hidden
@@ -301,9 +312,6 @@ class BlockwiseModel:
                 for j in range(first, last + 1):
                     undo.enter_context(replaced(self._block(j), stand_in(j, stack, first, last)))
             yield
-
-    def _look_at(self, k: int) -> None:
-        self._current = k
 
     def _store(self, name: str) -> None:
         tensors = {str(k): edge.detach().cpu() for k, edge in enumerate(self.edges)}

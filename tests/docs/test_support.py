@@ -1,0 +1,250 @@
+"""docs/support.md: what works and what is refused, every cell run by the command on a tiny model of the real class.
+
+The change of a cell that works, as the library's own loader gives it, is what the saved maps predict. A cell that does
+not work is refused by one sentence, and nothing is written. TASKFERRY_WRITE_SUPPORT=1 writes the page anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from taskferry import Alignment
+from taskferry.checkpoints import load_model, load_tuned
+from tests.helpers import folders
+from tests.helpers.classes import CLASSES, Class
+from tests.helpers.command import Ran, taskferry
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, CELLS = DOCS / "support.md", DOCS / "support.json"
+WRITE = bool(os.environ.get("TASKFERRY_WRITE_SUPPORT"))
+EQUAL = 1e-5
+TOLERANCE = 1e-3  # the engines add in another order: directions that are rounding alone would differ
+ENGINES = ("whole", "blockwise")
+MODULES = ["q_proj", "v_proj", "down_proj"]
+LORA: dict[str, dict[str, Any]] = {
+    "LoRA": {},
+    "LoRA, rsLoRA": {"use_rslora": True},
+    "LoRA, ranks by module": {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+    "LoRA with a saved module": {"modules_to_save": ["lm_head"]},
+    "LoRA, activated (aLoRA)": {"alora_invocation_tokens": [5, 6]},
+    "DoRA": {"use_dora": True},
+}
+OTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoHa": ("LoHa", {"r": 2}),
+    "LoKr": ("LoKr", {"r": 2}),
+    "VeRA": ("Vera", {"r": 8, "projection_prng_key": 1}),
+    "MiSS": ("Miss", {"r": 2}),
+    "OFT": ("OFT", {"oft_block_size": 4}),
+    "AdaLoRA": ("AdaLora", {"init_r": 4, "target_r": 2, "total_step": 10}),
+    "IA³": ("IA3", {"feedforward_modules": ["down_proj"]}),
+    "prompt tuning": ("PromptTuning", {"num_virtual_tokens": 3}),
+}
+
+
+def cells(folder: Path, tuned: Path, data: Path) -> dict[str, str]:
+    """Engine -> what becomes of it."""
+    A, B, fitted = folder / "a", folder / "b", folder / "maps.alignment"
+    words: list[object] = ["--source-base", A, "--source-tuned", tuned, "--target-base", B, "--calibration", data]
+    words += ["--samples", 8, "--micro-batch", 8, "--method", "bico", "--tolerance", TOLERANCE, "--quiet"]
+    made = taskferry("fit", *words, "--out", fitted, code=None)
+    found = {}
+    for engine in ENGINES:
+        out = folder / engine
+        ran = taskferry("transfer", *words, "--scale", 1, "--engine", engine, "--out", out, code=None)
+        assert out.exists() == (ran.code == 0)
+        found[engine] = sentence(ran) if ran.code else as_predicted(Alignment.load(fitted), tuned, A, B, out)
+    assert (made.code == 0) == found["whole"].startswith("works"), made.err
+    return found
+
+
+def sentence(ran: Ran) -> str:
+    """A refusal without the names of this run."""
+    assert ran.code == 2, f"{ran.out}\n{ran.err}"
+    assert "Traceback" not in ran.err
+    return re.sub(r"(/[\w.-]+)+/", "", " ".join(ran.err.split()).removeprefix("taskferry: "))
+
+
+def as_predicted(alignment: Alignment, tuned: Path, A: Path, B: Path, out: Path) -> str:
+    """What the library's loader makes of the output is what the maps predict; all else stands in the coverage."""
+    predicted = alignment.apply(load_tuned(str(tuned), load_model(str(A))).tau).dense()
+    base = load_model(str(B)).model
+    before = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
+    if (out / "adapter_config.json").exists():
+        after = peft.PeftModel.from_pretrained(base, str(out)).merge_and_unload()
+    else:
+        after = type(base).from_pretrained(out, dtype=torch.float32)
+    record = json.loads((out / "taskferry.json").read_text(encoding="utf-8"))
+    kept = {row["parameter"]: row["reason"] for row in record["coverage"]["rows"] if row["status"] == "kept"}
+    moved = 0
+    for name, parameter in after.named_parameters():
+        change, wanted = (parameter.detach() - before[name]).double(), predicted.deltas.get(name)
+        if wanted is None or kept.get(name):
+            assert not change.any(), name
+            continue
+        rounding = EQUAL * (before[name].double().norm() + wanted.double().norm())
+        assert (change - wanted.double()).norm() <= rounding < 0.1 * wanted.double().norm(), name
+        moved += 1
+    assert moved == len(set(predicted.deltas) - set(kept)) > 0
+    share = record["verdict"].get("energy", {}).get("moved", 1.0)
+    return "works" if share > 0.995 else f"works; {100 * share:.0f} % of the change finds a place"
+
+
+def held(table: str, row: str, found: dict[str, str]) -> None:
+    """Against what the page was made from; or the page is made anew."""
+    known = json.loads(CELLS.read_text(encoding="utf-8")) if CELLS.exists() else {}
+    if WRITE:
+        known.setdefault(table, {})[row] = found
+        CELLS.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        PAGE.write_text(made(PAGE.read_text(encoding="utf-8"), known), encoding="utf-8")
+    assert known.get(table, {}).get(row) == found, "run it with TASKFERRY_WRITE_SUPPORT=1"
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.name)
+def test_a_lora_on_every_linear_layer_of_a_class(kind: Class, tmp_path: Path) -> None:
+    folders.save(kind.build(16, 2, 1), tmp_path / "a")
+    folders.save(kind.build(24, 3, 2), tmp_path / "b")
+    lora = folders.lora(tmp_path / "a", tmp_path / "lora", kind.modules, seed=3)
+    make = folders.texts if kind.group == "encoders" else folders.prompts
+    held(kind.group, kind.name, cells(tmp_path, lora, make(tmp_path / "data.jsonl")))
+
+
+@pytest.fixture(scope="module")
+def llamas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("llamas")
+    folders.causal(root / "a", "LlamaForCausalLM", 16, 2, 1)
+    folders.causal(root / "b", "LlamaForCausalLM", 24, 3, 2)
+    folders.prompts(root / "data.jsonl")
+    return root
+
+
+@pytest.fixture
+def world(llamas: Path, tmp_path: Path) -> Path:
+    shutil.copytree(llamas, tmp_path / "world")
+    return tmp_path / "world"
+
+
+@pytest.mark.parametrize("kind", LORA)
+def test_kinds_of_lora(kind: str, world: Path) -> None:
+    lora = folders.lora(world / "a", world / "lora", MODULES, seed=3, task_type="CAUSAL_LM", **LORA[kind])
+    held("adapters", kind, cells(world, lora, world / "data.jsonl"))
+
+
+@pytest.mark.parametrize("kind", OTHER)
+def test_other_adapters(kind: str, world: Path) -> None:
+    name, settings = OTHER[kind]
+    modules = {} if name == "PromptTuning" else {"target_modules": MODULES}
+    config = getattr(peft, f"{name}Config")(task_type="CAUSAL_LM", **modules, **settings)
+    adapted = peft.get_peft_model(transformers.LlamaForCausalLM.from_pretrained(world / "a"), config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    adapted.save_pretrained(world / "tuned")
+    held("adapters", kind, cells(world, world / "tuned", world / "data.jsonl"))
+
+
+def sharded(world: Path) -> Path:
+    model = transformers.LlamaForCausalLM.from_pretrained(world / "a-tuned")
+    shutil.rmtree(world / "a-tuned")
+    model.save_pretrained(world / "a-tuned", max_shard_size="20KB")
+    assert len(list((world / "a-tuned").glob("*.safetensors"))) > 1
+    return world / "a-tuned"
+
+
+def half(world: Path) -> Path:
+    transformers.LlamaForCausalLM.from_pretrained(world / "a-tuned").bfloat16().save_pretrained(world / "half")
+    return world / "half"
+
+
+def torch_folder(world: Path) -> Path:
+    state = transformers.LlamaForCausalLM.from_pretrained(world / "a-tuned").state_dict()
+    for file in (world / "a-tuned").glob("*.safetensors"):
+        file.unlink()
+    torch.save(state, world / "a-tuned" / "pytorch_model.bin")
+    return world / "a-tuned"
+
+
+def state(suffix: str) -> Callable[[Path], Path]:
+    def write(world: Path) -> Path:
+        from safetensors.torch import save_file
+
+        tensors = transformers.LlamaForCausalLM.from_pretrained(world / "a-tuned").state_dict()
+        path = world / f"tuned{suffix}"
+        if suffix == ".safetensors":
+            save_file({name: value.clone() for name, value in tensors.items()}, path)
+        else:
+            torch.save(tensors, path)
+        return path
+
+    return write
+
+
+def difference(world: Path) -> Path:
+    taskferry("diff", world / "a", world / "a-tuned", "--out", world / "change.safetensors")
+    return world / "change.safetensors"
+
+
+def pickled(world: Path) -> Path:
+    torch.save(transformers.LlamaForCausalLM.from_pretrained(world / "a-tuned"), world / "whole.pt")
+    return world / "whole.pt"
+
+
+FILES: dict[str, Callable[[Path], Path]] = {
+    "folder, one safetensors file": lambda world: world / "a-tuned",
+    "folder, shards": sharded,
+    "folder, bfloat16": half,
+    "folder, `pytorch_model.bin`": torch_folder,
+    "state dictionary, `.safetensors`": state(".safetensors"),
+    "state dictionary, `.pt`": state(".pt"),
+    "task vector of `taskferry diff`": difference,
+    "pickled model, `.pt`": pickled,
+}
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_forms_of_a_full_fine_tune(form: str, world: Path) -> None:
+    folders.shifted(world / "a", world / "a-tuned", only=".layers.")
+    held("files", form, cells(world, FILES[form](world), world / "data.jsonl"))
+
+
+def test_the_page_is_made_of_these_cells() -> None:
+    known, page = json.loads(CELLS.read_text(encoding="utf-8")), PAGE.read_text(encoding="utf-8")
+    rows = {kind.group: [each.name for each in CLASSES if each.group == kind.group] for kind in CLASSES}
+    rows |= {"adapters": [*LORA, *OTHER], "files": list(FILES)}
+    assert {table: set(cells) for table, cells in known.items()} == {table: set(names) for table, names in rows.items()}
+    assert made(page, known) == page, "run it with TASKFERRY_WRITE_SUPPORT=1"
+
+
+def made(page: str, known: dict[str, dict[str, dict[str, str]]]) -> str:
+    """The page with its tables; refusals are numbered and stand below."""
+    sentences: dict[str, int] = {}
+
+    def cell(text: str) -> str:
+        return text if text.startswith("works") else f"refused ({sentences.setdefault(text, len(sentences) + 1)})"
+
+    def table(found: re.Match[str]) -> str:
+        lines = ["| | whole | block by block |", "|---|---|---|"]
+        for row, engines in known.get(found[1], {}).items():
+            name = row if found[1] in ("adapters", "files") else f"`{row}`"
+            lines.append(f"| {name} | " + " | ".join(cell(engines[engine]) for engine in ENGINES) + " |")
+        return f"<!-- table {found[1]} -->\n\n" + "\n".join(lines) + "\n\n<!-- end -->"
+
+    page = re.sub(r"<!-- table ([\w -]+) -->.*?<!-- end -->", table, page, flags=re.S)
+    listed = "\n".join(f"{number}. {text}" for text, number in sentences.items())
+    return re.sub(
+        r"<!-- refusals -->.*?<!-- end -->", f"<!-- refusals -->\n\n{listed}\n\n<!-- end -->", page, flags=re.S
+    )
