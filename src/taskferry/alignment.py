@@ -25,7 +25,7 @@ from taskferry.maths.procrustes import Map, bilinear
 from taskferry.maths.sums import Quality
 from taskferry.sites.consistency import check_alignment
 from taskferry.sites.site import Site
-from taskferry.taskvector import Delta, LowRank, TaskVector, as_dense, match_names
+from taskferry.taskvector import Delta, LowRank, TaskVector, as_dense, match_names, to_device
 
 FORMAT = "taskferry alignment 1"
 NO_CHANGE = "the task vector does not change it"
@@ -129,7 +129,7 @@ class Alignment:
         for key, R in maps.items():
             if R.shape[0] != R.shape[1]:
                 raise ValueError(f"{key} goes from {R.shape[0]} to {R.shape[1]}")
-        same = {key: Map(R=torch.eye(R.shape[0], dtype=R.dtype)) for key, R in maps.items()}
+        same = {key: Map(R=torch.eye(R.shape[0], dtype=R.dtype, device=R.device)) for key, R in maps.items()}
         return replace(self, R_in=same) if inputs else replace(self, R_out=same)
 
     def times(self, scale: float) -> Alignment:
@@ -260,7 +260,7 @@ class _Move:
         R_in, R_out = self.alignment.R_in[pair.reads], self.alignment.R_out[target.name]
         weight = self._part(target.weight)
         if source.weight in self.deltas:
-            delta = self.deltas[source.weight]
+            delta = self._beside(source.weight, R_out)
             self.used.add(source.weight)
             if isinstance(delta, LowRank):
                 oriented = delta.T if source.transposed else delta
@@ -275,12 +275,17 @@ class _Move:
             weight.miss(target)
         if target.bias is not None:
             bias = self._part(target.bias)
-            shift = None if source.bias is None else self.deltas.get(source.bias)
+            shift = None if source.bias not in self.deltas else self._beside(source.bias, R_out)
             if source.bias is not None and isinstance(shift, Tensor):
                 self.used.add(source.bias)
                 bias.add(target, source.bias, R_out(source.read_bias(shift)[None])[0])
             else:
                 bias.miss(target)
+
+    def _beside(self, name: str, R: Map) -> Delta:
+        """A change where the maps lie: it is much smaller than they are, or was made there."""
+        delta = self.deltas[name] = to_device(self.deltas[name], R.device)
+        return delta
 
     def moved(self) -> dict[str, Delta]:
         return {name: part.delta() for name, part in self.assembly.items() if part.parts}

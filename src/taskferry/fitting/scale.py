@@ -18,7 +18,7 @@ from torch import nn
 
 from taskferry.calibration.batch import Batch
 from taskferry.fitting.capture import Loss, device_of, frozen
-from taskferry.taskvector import TaskVector, as_dense
+from taskferry.taskvector import LowRank, TaskVector, as_dense, to_device
 
 LARGEST = 4.0
 START = (0.0, 0.5, 1.0, 2.0, 4.0)
@@ -107,6 +107,7 @@ def moved_by(model: nn.Module, tau: TaskVector) -> Iterator[Callable[[float], No
     Memory: one copy of the parameters that move.
     """
     moving = [(parameter, parameter.detach().clone(), delta) for _, parameter, delta in tau.on(model)]
+    moving = [(p, base, to_device(d, p.device) if isinstance(d, LowRank) else d) for p, base, d in moving]
 
     @torch.no_grad()
     def set_scale(scale: float) -> None:
