@@ -21,6 +21,7 @@ from taskferry.coverage import Coverage, Row
 from taskferry.disk.files import hash_tensor, is_kind, open_safetensors, write_safetensors
 from taskferry.display.tables import ROWS, panel
 from taskferry.errors import TaskferryError
+from taskferry.maths.precision import full_precision
 from taskferry.maths.procrustes import Map, bilinear
 from taskferry.maths.sums import Quality
 from taskferry.sites.consistency import check_alignment
@@ -62,6 +63,7 @@ class Alignment:
         """
         return self.apply_all([tau])[0]
 
+    @full_precision()
     def apply_all(self, taus: Sequence[TaskVector]) -> list[TaskVector]:
         """The same for several task vectors, bit for bit: each map is fetched from memory once for all of them."""
         if self.pairs and not self.target_parameters:

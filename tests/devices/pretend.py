@@ -30,6 +30,7 @@ COPIES = {aten.copy_.default, aten._to_copy.default}
 SCALAR = aten._local_scalar_dense.default
 # Their result has a size or a value that only the data knows: the host waits for it.
 WAITS = {aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.bincount, aten.is_nonzero, aten.argwhere}
+PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.addmm_, aten.baddbmm, aten.mv}
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}  # by a mask, they look for its ones
 
 
@@ -51,6 +52,7 @@ class Counts:
     between: int = 0  # devices
     scalars: int = 0  # .item(), float(), bool()
     sizes: int = 0  # results whose size only the data knows
+    rounded: int = 0  # products of float32 that torch may round (TF32)
     drawn: int = 0  # random numbers made on a device: no two kinds of device agree on them
     where: list[str] = field(default_factory=list)  # the operations that made the host wait
 
@@ -198,6 +200,8 @@ def _count(func: Any, args: tuple[Any, ...], there: int | None) -> None:
         func.overloadpacket in INDEXING and any(i is not None and i.dtype == torch.bool for i in args[1])
     ):
         _counts.sizes += 1
+    elif func.overloadpacket in PRODUCTS:
+        _counts.rounded += args[0].dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     elif torch.Tag.nondeterministic_seeded in func.tags and there is not None and func is not aten.dropout.default:
         _counts.drawn += 1
     if _counts.waits > before:

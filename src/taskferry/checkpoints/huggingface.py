@@ -45,16 +45,16 @@ def download(given: str) -> str:
 
 
 def load(
-    where: str, like: nn.Module | None, architecture: str | None = None
+    where: str, like: nn.Module | None, architecture: str | None = None, dtype: str = "float32"
 ) -> tuple[nn.Module, Path, set[str], dict[str, Any]]:
-    """The model of the class its configuration names, in float32; missing parameters are told."""
+    """The model of the class its configuration names; missing parameters are told."""
     transformers = _import("transformers")
     quiet(transformers)
     folder = Path(where)
     if architecture is not None and not hasattr(transformers, architecture):
         raise TaskferryError(f"transformers has no class '{architecture}'")
     named, stored = _class_and_precision(transformers, folder, architecture)
-    model, info = _from_pretrained(named if like is None else type(like), folder, "float32")
+    model, info = _from_pretrained(named if like is None else type(like), folder, dtype)
     extra = {"unexpected": sorted(info["unexpected_keys"]), "dtype": stored}
     return model, folder, set(info["missing_keys"]), extra
 

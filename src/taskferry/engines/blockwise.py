@@ -42,7 +42,8 @@ from taskferry.engines.stand_ins import (
     until_caught,
 )
 from taskferry.errors import TaskferryError
-from taskferry.fitting.capture import Loss, Side, frozen
+from taskferry.fitting.capture import Loss, Side
+from taskferry.fitting.models import frozen, narrow
 from taskferry.fitting.objectives import ForwardOnly, Objective
 from taskferry.sites.site import Site
 
@@ -69,7 +70,7 @@ class BlockwiseModel:
         """`heads` is shared by runs of one model: the loss that the first of them binds is that of all."""
         self.heads = [] if heads is None else heads
         self.lazy, self.model, self.objective, self.scratch = lazy, lazy.model, objective, scratch
-        self.batches = [batch.to(lazy.device) for batch in batches]
+        self.batches = [batch.to(lazy.device, narrow(lazy.precision)) for batch in batches]
         self.blocks, self.stacks = blocks_of(sites, lazy.given)  # paths, and (first, last) block of every stack
         self.outer = lazy.outside(self.blocks)
         count = len(self.batches)
@@ -108,7 +109,7 @@ class BlockwiseModel:
             output = hidden_of(self._run(j, k, leaf, self.cross_leaves[k]))
             return (output * self.edges[k]).sum() if self._arrived else output.sum()
 
-        return Side(self.model, loss)
+        return Side(self.model, loss, whole=True)
 
     def outside(self) -> Side:
         """What stands before, between and after the blocks, with the gradients that have come through them."""
@@ -123,7 +124,7 @@ class BlockwiseModel:
                 value = value + inner_products([(entered[stack], gradients[k])])
             return value + inner_products(self._crossing(k, calls))
 
-        return Side(self.model, loss)
+        return Side(self.model, loss, whole=True)
 
     def pull(self, j: int) -> None:
         """Backward through block j without looking at its sites; its weights are in memory."""

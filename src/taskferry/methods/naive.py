@@ -8,7 +8,7 @@ from torch import Tensor
 from taskferry.alignment import AlignedPair, Alignment
 from taskferry.coverage import Coverage, Row
 from taskferry.engines.pair import ModelPair, parameter_reasons, shapes
-from taskferry.fitting.capture import device_of
+from taskferry.fitting.models import device_of
 from taskferry.maths.procrustes import Map
 from taskferry.methods import Job, Moved, Needs, Shown, TableRow, method
 from taskferry.taskvector import Delta, LowRank, TaskVector
