@@ -111,13 +111,14 @@ class CrossCovariance:
         dtype = torch.promote_types(torch.promote_types(X_A.dtype, X_B.dtype), torch.float32)
         X_A, X_B = X_A.to(dtype), X_B.to(X_A.device, dtype)  # half precision overflows and forgets in sums
         norms_A, norms_B = torch.linalg.vector_norm(X_A, dim=1), torch.linalg.vector_norm(X_B, dim=1)
-        energies = norms_A.double().square().sum(), norms_B.double().square().sum()
+        energies: list[Tensor | float] = [norms.double().square().sum() for norms in (norms_A, norms_B)]
         if (
             X_A.device.type == "cpu"
         ):  # elsewhere a look makes the host wait, and whoever captures has looked once for all
             alive = (norms_A != 0) & (norms_B != 0)
             if not bool(alive.all()):
                 X_A, X_B = X_A[alive], X_B[alive]
+            energies = [float(energy) for energy in energies]
         # All of it or nothing: where memory runs out, these rows come again.
         if self.C is None and self._few(self.rows + X_A.shape[0]):
             # Views of the model's activations must not outlive the micro-batch.
