@@ -279,8 +279,16 @@ class _Module(_DummyBackendModule):
         return device if isinstance(device, int) else torch.device(device).index or 0
 
 
-# Torch knows one device of a backend in Python, and would start one thread for its backward passes; they are done here.
-torch._C._set_multithreading_enabled(False)
+# Torch knows one device of a backend in Python, and starts one thread for backward passes on it; they are done here.
+_engine = torch.autograd._engine_run_backward
+
+
+def _backward(*args: Any, **kwargs: Any) -> Any:
+    with torch.autograd.set_multithreading_enabled(False):
+        return _engine(*args, **kwargs)
+
+
+torch.autograd._engine_run_backward = _backward
 _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
 _library = torch.library.Library("_", "IMPL")
 _library.fallback(lambda func, *args, **kwargs: run(func, args, kwargs), "PrivateUse1")

@@ -136,8 +136,9 @@ class _MicroBatch(Generic[S]):
         self.outputs: dict[tuple[str, int], Tensor] = {}
         self.shared: dict[tuple[int, int], str] = {}
         self.matches: dict[tuple[str, str, int, int], TokenMatch] = {}
-        self.layouts_A = source.family.layouts(source.model, self.batch_A)
-        self.layouts_B = target.family.layouts(target.model, self.batch_B)
+        # Of the batches as they were given, which is on the host: tokens are matched there.
+        self.layouts_A = source.family.layouts(source.model, batch_A)
+        self.layouts_B = target.family.layouts(target.model, batch_B)
 
     def run(self) -> None:
         if not self._run_source():
@@ -257,14 +258,13 @@ class _MicroBatch(Generic[S]):
             if key not in sums:
                 inputs = sums is self.kept.inputs
                 sums[key] = self.kept.start(inputs, call.site.name, rows_A.shape[-1], rows_B.shape[-1])
-            X_A, X_B = tokens.source(rows_A), tokens.target(rows_B)
+            X_A, X_B, into = tokens.source(rows_A), tokens.target(rows_B), sums[key]
             alive = self.alive.get((place[0], pair.source.name, call.index))
-            if alive is not None and isinstance(self.kept, Statistics):
-                shown = tokens.source(alive[..., None].float())[:, 0] != 0
-                if not bool(shown.all()):
-                    chosen = shown.nonzero()[:, 0]
-                    X_A, X_B = (X.index_select(0, chosen.to(X.device)) for X in (X_A, X_B))
-            sums[key].add(X_A, X_B)
+            shown = None if alive is None else tokens.source(alive[..., None].float())[:, 0] != 0
+            if isinstance(into, CrossCovariance) and shown is not None and not bool(shown.all()):
+                into.add(X_A, X_B, shown.nonzero()[:, 0].to(X_A.device))
+            else:
+                into.add(X_A, X_B)
             self.added.add(place)
         except ValueError as error:
             raise TaskferryError(

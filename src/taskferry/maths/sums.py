@@ -101,8 +101,11 @@ class CrossCovariance:
         """How many it keeps of so many rows."""
         return rows * (d_A + d_B) if cls(d_A, d_B)._few(rows) else cls.numbers(d_A, d_B)
 
-    def add(self, X_A: Tensor, X_B: Tensor) -> None:
-        """Add token rows X_A [M, d_A] and X_B [M, d_B]."""
+    def add(self, X_A: Tensor, X_B: Tensor, chosen: Tensor | None = None) -> None:
+        """Add token rows X_A [M, d_A] and X_B [M, d_B].
+
+        `chosen` are the rows that are not zero, where the rows lie on a device: looking would make the host wait.
+        """
         if X_A.shape != (X_B.shape[0], self.d_A) or X_B.shape[1] != self.d_B:
             raise ValueError(
                 f"rows {tuple(X_A.shape)} and {tuple(X_B.shape)} do not fit a cross-covariance of "
@@ -112,14 +115,15 @@ class CrossCovariance:
         X_A, X_B = X_A.to(dtype), X_B.to(X_A.device, dtype)  # half precision overflows and forgets in sums
         norms_A, norms_B = torch.linalg.vector_norm(X_A, dim=1), torch.linalg.vector_norm(X_B, dim=1)
         energies: list[Tensor | float] = [norms.double().square().sum() for norms in (norms_A, norms_B)]
-        if (
-            X_A.device.type == "cpu"
-        ):  # elsewhere a look makes the host wait, and whoever captures has looked once for all
+        if chosen is not None:
+            X_A, X_B = X_A.index_select(0, chosen), X_B.index_select(0, chosen)
+        elif X_A.device.type == "cpu":
             alive = (norms_A != 0) & (norms_B != 0)
             if not bool(alive.all()):
                 X_A, X_B = X_A[alive], X_B[alive]
             energies = [float(energy) for energy in energies]
-        # All of it or nothing: where memory runs out, these rows come again.
+        # All of it or nothing: where memory runs out, these rows come again. An energy stays on its device till asked.
+        energy_A, energy_B = self.energy_A + energies[0], self.energy_B + energies[1]
         if self.C is None and self._few(self.rows + X_A.shape[0]):
             # Views of the model's activations must not outlive the micro-batch.
             self._pending.append((X_A.clone(), X_B.clone()))
@@ -131,8 +135,7 @@ class CrossCovariance:
             except torch.OutOfMemoryError:
                 self._pending.clear()
                 raise
-        self.energy_A = self.energy_A + energies[0]  # a number that stays on its device until it is asked for
-        self.energy_B = self.energy_B + energies[1]
+        self.energy_A, self.energy_B = energy_A, energy_B
         self.rows += X_A.shape[0]
 
     def merge(self, other: CrossCovariance) -> None:

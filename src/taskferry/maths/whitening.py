@@ -34,9 +34,9 @@ class UnitRows(CrossCovariance):
         X = X.to(torch.promote_types(X.dtype, torch.float32))
         return ~_rounding(torch.linalg.vector_norm(X, dim=-1), X.dtype)
 
-    def add(self, X_A: Tensor, X_B: Tensor) -> None:
+    def add(self, X_A: Tensor, X_B: Tensor, chosen: Tensor | None = None) -> None:
         """Add token rows."""
-        super().add(unit(X_A), unit(X_B))
+        super().add(unit(X_A), unit(X_B), chosen)
 
 
 @dataclass
