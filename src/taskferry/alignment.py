@@ -277,7 +277,8 @@ class _Move:
             weight.miss(target)
         if target.bias is not None:
             bias = self._part(target.bias)
-            shift = None if source.bias not in self.deltas else self._beside(source.bias, R_out)
+            name = source.bias
+            shift = None if name is None or name not in self.deltas else self._beside(name, R_out)
             if source.bias is not None and isinstance(shift, Tensor):
                 self.used.add(source.bias)
                 bias.add(target, source.bias, R_out(source.read_bias(shift)[None])[0])

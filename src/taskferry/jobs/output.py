@@ -112,7 +112,7 @@ def check_output(folder: Path, kind: str, final: TaskVector, target: Loaded | La
     written = dict(load_model(str(folder), like=target.model).model.named_parameters())
     base = dict(target.model.named_parameters())
     names = match_names(final.deltas, base)
-    meant = {}
+    meant: dict[str, Delta] = {}
     precision = torch.finfo(target.extra.get("dtype", torch.float32)).eps
     for name, delta in final.deltas.items():
         start = base[names[name]].detach()
