@@ -29,7 +29,7 @@ from benchmarks.zoo.zoo_bench import open_zoo
 from benchmarks.zoo.zoo_trial import Rows, Trial, isometry
 from taskferry import TaskVector
 from taskferry.analysis.moments import Moments
-from taskferry.fitting.capture import frozen
+from taskferry.fitting.models import frozen
 from taskferry.maths.procrustes import Map, procrustes
 from taskferry.methods import Job, run
 from taskferry.sites.discovery import find_sites

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from benchmarks.shared import common
 from taskferry import Alignment, Batch, Calibration, TaskVector, fit
-from taskferry.fitting.capture import Side, collect, frozen
+from taskferry.fitting.capture import Side, collect
+from taskferry.fitting.models import frozen
 from taskferry.fitting.objectives import LanguageModel, as_objective
 from taskferry.fitting.statistics import Statistics
 from taskferry.maths.sums import CrossCovariance

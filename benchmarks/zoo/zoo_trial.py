@@ -17,7 +17,8 @@ from taskferry.alignment import AlignedPair
 from taskferry.bench.recipe import Cell
 from taskferry.bench.running import Bench
 from taskferry.calibration.batch import Batch
-from taskferry.fitting.capture import Side, collect, frozen
+from taskferry.fitting.capture import Side, collect
+from taskferry.fitting.models import frozen
 from taskferry.fitting.scale import choose_scale, losses_at, moved_by
 from taskferry.fitting.statistics import Paired
 from taskferry.maths.procrustes import Map, procrustes

@@ -22,11 +22,12 @@ from taskferry.coverage import Coverage, Row, Status
 from taskferry.disk.files import hash_tensor, is_kind, open_safetensors, write_safetensors
 from taskferry.display.tables import ROWS, panel
 from taskferry.errors import TaskferryError
+from taskferry.maths.precision import full_precision
 from taskferry.maths.procrustes import Map, bilinear
 from taskferry.maths.sums import Quality
 from taskferry.sites.consistency import check_alignment
 from taskferry.sites.site import Site
-from taskferry.taskvector import Delta, LowRank, TaskVector, match_names, scale_delta
+from taskferry.taskvector import Delta, LowRank, TaskVector, match_names, scale_delta, to_device
 
 FORMAT = "taskferry alignment 1"
 NO_CHANGE = "the task vector does not change it"
@@ -64,6 +65,7 @@ class Alignment:
         """
         return self.apply_all([tau])[0]
 
+    @full_precision()
     def apply_all(self, taus: Sequence[TaskVector]) -> list[TaskVector]:
         """The same for several task vectors, bit for bit: each map is fetched from memory once for all of them."""
         if self.pairs and not self.target_parameters:
@@ -150,7 +152,7 @@ class Alignment:
         for key, R in maps.items():
             if R.shape[0] != R.shape[1]:
                 raise ValueError(f"{key} goes from {R.shape[0]} to {R.shape[1]}")
-        same = {key: Map(R=torch.eye(R.shape[0], dtype=R.dtype)) for key, R in maps.items()}
+        same = {key: Map(R=torch.eye(R.shape[0], dtype=R.dtype, device=R.device)) for key, R in maps.items()}
         return replace(self, R_in=same) if inputs else replace(self, R_out=same)
 
     def times(self, scale: float) -> Alignment:
@@ -283,7 +285,7 @@ class _Move:
         R_in, R_out = self.alignment.R_in[pair.reads], self.alignment.R_out[target.name]
         weight = self._part(target.weight)
         if source.weight in self.deltas:
-            delta = self.deltas[source.weight]
+            delta = self._beside(source.weight, R_out)
             self.used.add(source.weight)
             if isinstance(delta, LowRank):
                 own = delta if source.expert is None else delta.expert(source.expert)
@@ -302,12 +304,18 @@ class _Move:
             weight.miss(target)
         if target.bias is not None:
             bias = self._part(target.bias)
-            shift = None if source.bias is None else self.deltas.get(source.bias)
+            name = source.bias
+            shift = None if name is None or name not in self.deltas else self._beside(name, R_out)
             if source.bias is not None and isinstance(shift, Tensor):
                 self.used.add(source.bias)
                 bias.add(target, source.bias, target.share * R_out(source.read_bias(shift)[None])[0], pair.note)
             else:
                 bias.miss(target)
+
+    def _beside(self, name: str, R: Map) -> Delta:
+        """A change where the maps lie: it is much smaller than they are, or was made there."""
+        delta = self.deltas[name] = to_device(self.deltas[name], R.device)
+        return delta
 
     def moved(self) -> dict[str, Delta]:
         return {name: part.delta() for name, part in self.assembly.items() if part.parts}

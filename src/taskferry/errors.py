@@ -17,3 +17,7 @@ class TaskferryError(ValueError):
 def first_line(error: Exception) -> str:
     """What a library says of its error, in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class TaskferryWarning(UserWarning):
+    """Something that a user should know of and need not act on, in one sentence."""

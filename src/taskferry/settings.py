@@ -20,6 +20,7 @@ from taskferry.maths.procrustes import DEFAULT_TOLERANCE
 S = TypeVar("S", bound="Settings")
 MOST_YAML = 2**20  # bytes
 Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Precision = Literal["float32", "bfloat16", "float16", "auto"]
 
 
 class Settings(BaseModel):
@@ -53,6 +54,29 @@ class CalibrationSettings(Settings):
     micro_batch: int = Field(16, ge=1, description="samples at once; changes memory, not the result")
 
 
+class PlaceSettings(Settings):
+    """Where a model lies, and in which precision."""
+
+    panel: ClassVar[str] = "Devices"
+
+    device: str = Field("auto", description="cpu, cuda, cuda:1, or auto")
+    dtype: Precision = Field("float32", description="of the weights; auto: as they are stored. Sums stay in float32")
+
+
+class PairPlaceSettings(PlaceSettings):
+    """The same of two models."""
+
+    panel: ClassVar[str] = "Devices"
+
+    source_device: str | None = Field(None, description="of the source; --device where none is given")
+    target_device: str | None = Field(None, description="of the target; --device where none is given")
+
+    @property
+    def devices(self) -> tuple[str, str]:
+        """Of the source and of the target."""
+        return self.source_device or self.device, self.target_device or self.device
+
+
 class MapSettings(Settings):
     """How maps are solved."""
 
@@ -63,7 +87,6 @@ class MapSettings(Settings):
     )
     tolerance: float = Field(DEFAULT_TOLERANCE, gt=0, lt=1, description="smallest singular value kept, relative")
     statistics_memory: float = Field(4.0, gt=0, description="GiB of sums of products at once")
-    device: str = Field("auto", description="cpu, cuda, or auto")
 
 
 class OutputSettings(Settings):
@@ -102,7 +125,7 @@ class CompareSettings(CalibrationSettings):
     out: Path | None = Field(None, description="write the table as JSON and Markdown here")
 
 
-class AnalyzeSettings(CalibrationSettings, MapSettings):
+class AnalyzeSettings(CalibrationSettings, MapSettings, PairPlaceSettings):
     """taskferry analyze."""
 
     source_base: str = Field(description="the base model that was tuned")
@@ -142,7 +165,7 @@ class FleetSettings(Settings):
     address: str | None = Field(None, description="a running Ray cluster; one on this machine otherwise")
 
 
-class EvaluateSettings(Settings):
+class EvaluateSettings(PlaceSettings):
     """taskferry evaluate."""
 
     model: str = Field(description="a model folder or hub id")
@@ -156,7 +179,6 @@ class EvaluateSettings(Settings):
     templates: list[str] = Field(["a photo of a {}."], description="prompts of a zero-shot head; {} is the class")
     max_length: int = Field(128, ge=2, description="longest text in tokens")
     micro_batch: int = Field(16, ge=1, description="samples at once; changes memory, not the result")
-    device: str = Field("auto", description="cpu, cuda, or auto")
     card: Path | None = Field(None, description="an output folder whose model card takes the score")
 
 

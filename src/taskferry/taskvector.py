@@ -111,6 +111,11 @@ def as_dense(delta: Delta) -> Tensor:
     return delta.dense() if isinstance(delta, LowRank) else delta
 
 
+def to_device(delta: Delta, device: torch.device) -> Delta:
+    """A change on another device; a low-rank one by its factors."""
+    return LowRank(delta.left.to(device), delta.right.to(device)) if isinstance(delta, LowRank) else delta.to(device)
+
+
 def scale_delta(delta: Delta, scale: float) -> Delta:
     """A multiple of a change; a low-rank one stays low-rank."""
     return LowRank(delta.left * scale, delta.right) if isinstance(delta, LowRank) else delta * scale

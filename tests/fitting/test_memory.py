@@ -10,7 +10,8 @@ from torch import nn
 
 from taskferry import Calibration, TaskVector, fit
 from taskferry.engines.whole import WholePair
-from taskferry.fitting.capture import BICO, Side, _MicroBatch, frozen
+from taskferry.fitting.capture import BICO, Side, _MicroBatch
+from taskferry.fitting.models import frozen
 from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.statistics import Statistics
 from taskferry.jobs.cost import Plan

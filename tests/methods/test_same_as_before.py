@@ -83,7 +83,7 @@ def encoders(shared: Path, folder: Path) -> Case:
 
 def move(case: Case, methods: Iterable[str], dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
     """What every method moves. The one place that knows how models are loaded and a method is run."""
-    source, target = load_pair(str(case.source), str(case.target), "cpu")
+    source, target = load_pair(str(case.source), str(case.target), ("cpu", "cpu"))
     source.model.to(dtype)
     target.model.to(dtype)
     tuned = load_tuned(str(case.tuned), source)

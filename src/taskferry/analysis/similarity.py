@@ -21,6 +21,7 @@ from taskferry.alignment import Alignment
 from taskferry.analysis.moments import Moments
 from taskferry.calibration.batch import Calibration
 from taskferry.fitting.capture import BICO, Side, collect
+from taskferry.fitting.models import wide
 from taskferry.fitting.objectives import Objective
 from taskferry.fitting.statistics import Capture, Paired
 from taskferry.maths.procrustes import Map
@@ -95,8 +96,10 @@ class _Sums:
 
     def add(self, X_A: Tensor, X_B: Tensor) -> None:
         """One micro-batch; zero rows (padding, tokens without a gradient) have no direction and are left out."""
-        alive = X_A.any(1) & X_B.to(X_A.device).any(1)
-        X_A, X_B = X_A[alive], X_B.to(X_A)[alive]
+        X_A = wide(X_A)
+        X_B = X_B.to(X_A)
+        alive = X_A.any(1) & X_B.any(1)
+        X_A, X_B = X_A[alive], X_B[alive]
         if not X_A.shape[0]:
             return
         if X_A.shape[1] == X_B.shape[1]:

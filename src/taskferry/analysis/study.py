@@ -41,7 +41,7 @@ KIND = "analysis"
 def analyze(settings: AnalyzeSettings, *, command: str, tell: Progress | None = None) -> dict[str, Any]:
     """All that the inputs allow, as plain data: similarity, geometry and cost; with tuned models, outputs and drift."""
     _check(settings)
-    source, target = load_pair(settings.source_base, settings.target_base, settings.device)
+    source, target = load_pair(settings.source_base, settings.target_base, settings.devices, settings.dtype)
     prepared, fresh = _samples(settings, source, target)
     alignment = fit(
         source.model,
@@ -145,7 +145,8 @@ def _outputs(
     """Figure 2: rows at scale 1, each held to the tuned target; rows that cannot be moved say why."""
     tau = load_tuned(str(settings.source_tuned), source).tau
     oracle = load_tuned(str(settings.target_tuned), target).tau
-    tuned = oracle.add_to(load_model(settings.target_base).model.to(next(target.model.parameters()).device))
+    base = load_model(settings.target_base, dtype=settings.dtype).model
+    tuned = oracle.add_to(base.to(next(target.model.parameters()).device))
     mover = Mover(Job.of(source.model, target.model, tau, prepared.calibration, prepared.objectives))
     moved: dict[str, TaskVector] = {}
     refused: dict[str, str] = {}

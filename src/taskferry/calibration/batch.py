@@ -51,9 +51,12 @@ class Batch:
             number=None,
         )
 
-    def to(self, device: torch.device | str) -> Batch:
-        """The same on another device."""
-        inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
+        """The same on another device; pixels and other numbers that are not whole in another precision too."""
+        inputs = {
+            name: tensor.to(device, dtype) if dtype is not None and tensor.is_floating_point() else tensor.to(device)
+            for name, tensor in self.inputs.items()
+        }
         return replace(self, inputs=inputs, labels=None if self.labels is None else self.labels.to(device))
 
 

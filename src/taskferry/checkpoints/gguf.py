@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from taskferry.checkpoints import huggingface
-from taskferry.checkpoints.loaded import Loaded
+from taskferry.checkpoints.loaded import Loaded, as_stored
 from taskferry.checkpoints.quantised import Form, without_form
 from taskferry.checkpoints.quantised_libraries import needed
 from taskferry.errors import TaskferryError, first_line
@@ -28,8 +28,10 @@ def owns(where: str) -> bool:
     return path.is_file() and path.suffix == ".gguf"
 
 
-def load(where: str, like: nn.Module | None) -> tuple[nn.Module, Path, set[str], dict[str, Any]]:
-    """The model of the class that transformers makes of the file, in float32."""
+def load(
+    where: str, like: nn.Module | None, dtype: str = "float32"
+) -> tuple[nn.Module, Path, set[str], dict[str, Any]]:
+    """The model of the class that transformers makes of the file."""
     path = Path(where)
     needed(path, FORM)
     transformers = huggingface.imported("transformers")
@@ -41,7 +43,7 @@ def load(where: str, like: nn.Module | None) -> tuple[nn.Module, Path, set[str],
         if hasattr(transformers, "GgufConfig"):  # before it, all was dequantised
             how["quantization_config"] = transformers.GgufConfig(dequantize=True)
         cls = transformers.AutoModelForCausalLM if like is None else type(like)
-        model, info = cls.from_pretrained(path.parent, dtype=torch.float32, output_loading_info=True, **how)
+        model, info = cls.from_pretrained(path.parent, dtype=as_stored(dtype, WRITTEN), output_loading_info=True, **how)
     except TaskferryError:
         raise
     except Exception as error:  # whatever stands in the file

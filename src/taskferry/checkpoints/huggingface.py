@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from taskferry.checkpoints.folders import check_folder, check_inside
-from taskferry.checkpoints.loaded import Loaded
+from taskferry.checkpoints.loaded import Loaded, as_stored
 from taskferry.checkpoints.quantised import (
     ORIGINAL,
     Form,
@@ -59,17 +59,18 @@ def download(given: str) -> str:
 
 
 def load(
-    where: str, like: nn.Module | None, architecture: str | None = None
+    where: str, like: nn.Module | None, architecture: str | None = None, dtype: str = "float32"
 ) -> tuple[nn.Module, Path, set[str], dict[str, Any]]:
-    """The model of the class its configuration names, in float32; missing parameters are told."""
+    """The model of the class its configuration names; missing parameters are told."""
     transformers = imported("transformers")
     quiet(transformers)
     folder = Path(where)
     if architecture is not None and not hasattr(transformers, architecture):
         raise TaskferryError(f"transformers has no class '{architecture}'")
     named, stored = _class_and_precision(transformers, folder, architecture)
-    model, info = _from_pretrained(named if like is None else type(like), folder, torch.float32)
     form = form_of(folder)
+    precision = dtype if form is None else as_stored(dtype, stored)
+    model, info = _from_pretrained(named if like is None else type(like), folder, precision)
     extra = {"unexpected": sorted(info["unexpected_keys"]), "dtype": stored, "quantised": form and form.says}
     return model, folder, set(info["missing_keys"]), extra
 

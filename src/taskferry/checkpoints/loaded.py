@@ -23,6 +23,13 @@ class Loaded:
     format: ModuleType
     absent: frozenset[str] = frozenset()  # parameters that its checkpoint does not hold (a new head)
     extra: dict[str, Any] = field(default_factory=dict)
+    precision: str = "float32"  # that was asked for
+
+    @property
+    def exact(self) -> bool:
+        """Whether its weights are those that are stored, not rounded to fewer digits."""
+        stored = self.extra.get("dtype")
+        return self.precision in ("float32", "auto") or str(stored).removeprefix("torch.") == self.precision
 
     def tokenizer(self) -> Any:
         """The model's own tokenizer."""
@@ -40,11 +47,33 @@ class Loaded:
         return self.extra[key]
 
 
-def to_device(loaded: Loaded, device: str) -> None:
-    """Move a model; `auto` is a GPU where there is one."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+def device_named(name: str) -> torch.device:
+    """A device that is there; `auto` is a GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        loaded.model.to(device)
+        return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise TaskferryError(f"no device '{device}' here: {str(error).splitlines()[0]}; give --device cpu") from error
+        raise TaskferryError(f"no device '{name}' here: {str(error).splitlines()[0]}; give --device cpu") from error
+
+
+def to_device(loaded: Loaded, device: str) -> None:
+    """Move a model, or say that it does not fit."""
+    place = device_named(device)
+    try:
+        loaded.model.to(place)
+    except torch.OutOfMemoryError as error:
+        raise TaskferryError(
+            f"{loaded.given} does not fit on {place}: give --dtype bfloat16, or another --source-device or "
+            "--target-device, or transfer with --engine blockwise, which needs a block of each model at a time"
+        ) from error
+
+
+def as_stored(precision: str, stored: torch.dtype) -> torch.dtype:
+    """The precision that was asked for; `auto` is the stored one."""
+    if precision == "auto":
+        return stored
+    found = getattr(torch, precision)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(precision)
+    return found

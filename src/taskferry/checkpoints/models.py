@@ -34,10 +34,16 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
 def load_model(
-    given: str | Path, *, like: nn.Module | None = None, architecture: str | None = None, image_size: int | None = None
+    given: str | Path,
+    *,
+    like: nn.Module | None = None,
+    architecture: str | None = None,
+    image_size: int | None = None,
+    dtype: str = "float32",
 ) -> Loaded:
-    """A model in float32, frozen and in eval mode; `like` asks for the class of another model (a base's).
+    """A model, frozen and in eval mode; `like` asks for the class of another model (a base's).
 
+    `dtype` is the precision of its weights: float32, bfloat16, float16, or auto for the stored one.
     `architecture` names a class of transformers where it is not the folder's own: T5EncoderModel for a whole T5.
     `image_size` lets a timm model read images of another size.
     """
@@ -52,11 +58,11 @@ def load_model(
                     raise TaskferryError(
                         f"{given}: {name} is for {wishes[name][1].__name__.split('.')[-1]} models alone"
                     )
-            model, folder, absent, extra = kind.load(where, like, **more)
+            model, folder, absent, extra = kind.load(where, like, dtype=dtype, **more)
             for name, parameter in model.named_parameters():
                 if not is_finite(parameter):
                     raise TaskferryError(f"{given}: {name} holds numbers that are not finite: it is damaged")
-            return Loaded(model.eval().requires_grad_(False), given, folder, kind, frozenset(absent), extra)
+            return Loaded(model.eval().requires_grad_(False), given, folder, kind, frozenset(absent), extra, dtype)
     raise TaskferryError(
         f"{given} is no model: a folder with config.json (Hugging Face, timm) or open_clip_config.json, a hub id, "
         "a .gguf file, or openclip:NAME:CHECKPOINT is needed"
@@ -82,10 +88,10 @@ class Tuned:
     given: str = ""  # what the user wrote
 
 
-def load_pair(source: str, target: str, device: str) -> tuple[Loaded, Loaded]:
-    """Both models of a job, on their device."""
-    pair = load_model(source), load_model(target)
-    for loaded in pair:
+def load_pair(source: str, target: str, devices: tuple[str, str], dtype: str = "float32") -> tuple[Loaded, Loaded]:
+    """Both models of a job, on their devices."""
+    pair = load_model(source, dtype=dtype), load_model(target, dtype=dtype)
+    for loaded, device in zip(pair, devices, strict=True):
         to_device(loaded, device)
     return pair
 
@@ -105,16 +111,17 @@ def load_tuned(given: str, base: Loaded) -> Tuned:
             return Tuned(TaskVector.load(path), given=given)
         if is_state_file(path):
             same_form((base.given, base.extra.get("quantised")), (given, None))
-            return _from_state(path, base.model)
+            return _from_state(path, _stored(base))
         raise TaskferryError(f"{given} is no tuned model: a folder, a .safetensors or a .pt state file is needed")
-    tuned = load_model(given, like=base.model, image_size=base.extra.get("image_size"))
+    precision = "float32" if base.precision == "float32" else "auto"
+    tuned = load_model(given, like=base.model, image_size=base.extra.get("image_size"), dtype=precision)
     same_form(*((each.given, each.extra.get("quantised")) for each in (base, tuned)))
     if type(tuned.model) is not type(base.model):
         raise TaskferryError(
             f"{given} is a {type(tuned.model).__name__}, the base a {type(base.model).__name__}: give the base model "
             "that was tuned"
         )
-    after, before = (dict(m.named_parameters()) for m in (tuned.model, base.model))
+    after, before = (dict(m.named_parameters()) for m in (tuned.model, _stored(base)))
     shared = {n for n in before if n in after and n not in base.absent and n not in tuned.absent}
     reshaped = {n for n in shared if before[n].shape != after[n].shape}
     tokens = resized(base.model, {name: tuple(parameter.shape) for name, parameter in after.items()})
@@ -132,6 +139,13 @@ def load_tuned(given: str, base: Loaded) -> Tuned:
     heads = [*tuned.extra.get("unexpected", ()), *sorted(set(after) - set(before)), *sorted(reshaped)]
     ignored = dict.fromkeys(heads, "a task head that the base does not have in this form") | tokens
     return Tuned(tau, None, ignored, given)
+
+
+def _stored(base: Loaded) -> nn.Module:
+    """The base with the digits that are stored: a fine-tune changes what rounding to half precision would hide."""
+    if base.exact:
+        return base.model
+    return load_model(base.given, like=base.model, image_size=base.extra.get("image_size"), dtype="auto").model
 
 
 def in_body(name: str) -> bool:
@@ -174,7 +188,7 @@ def _from_state(path: Path, base: nn.Module) -> Tuned:
             )
         if not is_finite(after):
             raise TaskferryError(f"{path}: {name} holds numbers that are not finite: it is damaged")
-        change: Tensor = after.to(torch.promote_types(before.dtype, torch.float32)) - before
+        change: Tensor = after.to(before.device, torch.promote_types(before.dtype, torch.float32)) - before
         if bool(change.any()):
             deltas[base_name] = change
     ignored = dict.fromkeys((n for n in state if n not in names), "the base has no such parameter") | tokens

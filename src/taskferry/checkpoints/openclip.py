@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from taskferry.checkpoints.folders import check_folder
-from taskferry.checkpoints.loaded import Loaded
+from taskferry.checkpoints.loaded import Loaded, as_stored
 from taskferry.checkpoints.states import add_to_state, read_state
 from taskferry.disk.files import read_json, write_plain_safetensors
 from taskferry.errors import TaskferryError
@@ -23,8 +23,12 @@ def owns(where: str) -> bool:
     return where.startswith("openclip:") or (Path(where) / CONFIG).is_file()
 
 
-def load(where: str, like: nn.Module | None) -> tuple[nn.Module, Path | None, set[str], dict[str, Any]]:  # noqa: ARG001
-    """The model in float32, with its configuration and weights file remembered."""
+def load(
+    where: str,
+    like: nn.Module | None,  # noqa: ARG001
+    dtype: str = "float32",
+) -> tuple[nn.Module, Path | None, set[str], dict[str, Any]]:
+    """The model, with its configuration and weights file remembered."""
     open_clip = _import()
     folder = None
     try:
@@ -55,17 +59,9 @@ def load(where: str, like: nn.Module | None) -> tuple[nn.Module, Path | None, se
     lost = [key for key in missing.missing_keys if not key.endswith("attn_mask")]
     if lost:
         raise TaskferryError(f"{weights} lacks {len(lost)} parameters of {name} ({', '.join(lost[:3])} …)")
-    return (
-        model.float(),
-        folder,
-        set(),
-        {
-            "config": config,
-            "weights": weights,
-            "name": name,
-            "dtype": next(t.dtype for t in state.values() if t.is_floating_point()),
-        },
-    )
+    stored = next(t.dtype for t in state.values() if t.is_floating_point())
+    extra = {"config": config, "weights": weights, "name": name, "dtype": stored}
+    return model.to(as_stored(dtype, stored)), folder, set(), extra
 
 
 def write(target: Loaded, tau: TaskVector, folder: Path) -> None:

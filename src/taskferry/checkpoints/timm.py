@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from taskferry.checkpoints.folders import check_folder
-from taskferry.checkpoints.loaded import Loaded
+from taskferry.checkpoints.loaded import Loaded, as_stored
 from taskferry.checkpoints.states import add_to_state, read_state
 from taskferry.disk.files import read_json, write_plain_safetensors
 from taskferry.errors import TaskferryError
@@ -31,17 +32,19 @@ def load(
     where: str,
     like: nn.Module | None,  # noqa: ARG001
     image_size: int | None = None,
+    dtype: str = "float32",
 ) -> tuple[nn.Module, Path, set[str], dict[str, Any]]:
-    """The model with its pretrained weights, in float32."""
+    """The model with its pretrained weights."""
     timm = _import()
     check_folder(Path(where))
-    stored = next(iter(read_state(_weights(Path(where))).values())).dtype  # refuses what timm must not open
+    state = read_state(_weights(Path(where)))  # refuses what timm must not open
+    stored = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
     try:
         more = {} if image_size is None else {"img_size": image_size}
         model = timm.create_model(f"local-dir:{where}", pretrained=True, **more)
     except (RuntimeError, ValueError, TypeError, FileNotFoundError, KeyError) as error:
         raise TaskferryError(f"{where} does not load with timm: {str(error).splitlines()[0]}") from error
-    return model.float(), Path(where), set(), {"dtype": stored, "image_size": image_size}
+    return model.to(as_stored(dtype, stored)), Path(where), set(), {"dtype": stored, "image_size": image_size}
 
 
 def write(target: Loaded, tau: TaskVector, folder: Path) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -29,7 +31,7 @@ from taskferry.cli import (
     transfer,
 )
 from taskferry.cli.screen import plain
-from taskferry.errors import TaskferryError
+from taskferry.errors import TaskferryError, TaskferryWarning
 from taskferry.version import __version__
 
 INTERRUPTED = 130  # what typer makes of an interrupt, and what shells expect
@@ -74,6 +76,14 @@ def main() -> None:
     """Run the command; errors become one sentence on standard error."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, TaskferryWarning):
+            console.print(f"[bold yellow]taskferry:[/] {plain(message)}")
+        else:
+            usual(message, category, *where, **more)
+
+    usual, warnings.showwarning = warnings.showwarning, show
     try:
         code = app(standalone_mode=False)
         if code == INTERRUPTED:

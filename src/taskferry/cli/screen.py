@@ -58,7 +58,8 @@ class Screen(Reporter):
         for name, value in lines.items():
             table.add_row(name, plain(value))
         table.add_row("will move", f"{plan.pairs} linear maps of {plan.sites} in the target")
-        table.add_row("memory", f"about {_bytes(plan.memory_bytes)} at the peak")
+        away = f", and {_bytes(plan.device_bytes)} on the devices" if plan.device_bytes else ""
+        table.add_row("memory", f"about {_bytes(plan.memory_bytes)}{away} at the peak")
         parts = ", ".join(
             f"{name} {_seconds(t)}" for name, t in plan.stages.items() if t >= max(0.5, 0.05 * plan.seconds)
         )

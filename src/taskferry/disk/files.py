@@ -35,7 +35,7 @@ def write_plain_safetensors(path: str | Path, tensors: Mapping[str, Tensor]) -> 
     """A file as other tools write them, in a folder that is temporary itself: that one is synced and renamed."""
     separate = _separate(tensors)
     kinds = {tensor.dtype for tensor in separate.values()}
-    few = sum(tensor.nbytes for tensor in separate.values()) < SMALL and not any(t.is_cuda for t in separate.values())
+    few = sum(tensor.nbytes for tensor in separate.values()) < SMALL
     with writing(Path(path)):
         if few and kinds <= {torch.float32, torch.float16}:  # the same bytes in half the time, for one more copy
             save_arrays({name: tensor.numpy() for name, tensor in separate.items()}, path, {"format": "pt"})
@@ -169,11 +169,11 @@ def not_finite(tensors: Mapping[str, Sequence[Tensor]]) -> str | None:
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors that share no memory: the format has no place for views."""
+    """Contiguous tensors in the host's memory that share none of it: the format has no place for views."""
     seen: set[int] = set()
     separate: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        tensor = tensor.detach().contiguous()
+        tensor = tensor.detach().cpu().contiguous()
         pointer = tensor.untyped_storage().data_ptr()
         if pointer in seen or tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()

@@ -67,6 +67,12 @@ class BlockPair(ModelPair):
     def _hashes(self) -> tuple[str, str]:
         return self.lazy[0].hash(), self.lazy[1].hash()
 
+    def placement(self) -> dict[str, dict[str, str]]:
+        """Of a block while it is in memory."""
+        names = [str(lazy.precision).removeprefix("torch.") for lazy in self.lazy]
+        placed = [{"device": str(lazy.device), "dtype": n} for lazy, n in zip(self.lazy, names, strict=True)]
+        return {"source": placed[0], "target": placed[1]}
+
     def run(
         self,
         side: int,

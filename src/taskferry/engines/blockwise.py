@@ -42,7 +42,8 @@ from taskferry.engines.stand_ins import (
     until_caught,
 )
 from taskferry.errors import TaskferryError
-from taskferry.fitting.capture import Loss, Side, frozen
+from taskferry.fitting.capture import Loss, Side
+from taskferry.fitting.models import frozen, narrow
 from taskferry.fitting.objectives import ForwardOnly, Objective
 from taskferry.sites.site import Site
 
@@ -69,7 +70,7 @@ class BlockwiseModel:
         """`heads` is shared by runs of one model: the loss that the first of them binds is that of all."""
         self.heads = [] if heads is None else heads
         self.lazy, self.model, self.objective, self.scratch = lazy, lazy.model, objective, scratch
-        self.batches = [batch.to(lazy.device) for batch in batches]
+        self.batches = [batch.to(lazy.device, narrow(lazy.precision)) for batch in batches]
         self.blocks, self.stacks = blocks_of(sites, lazy.given)  # paths, and (first, last) block of every stack
         self.outer = lazy.outside(self.blocks)
         count = len(self.batches)
@@ -110,7 +111,7 @@ class BlockwiseModel:
             edge = self._stored(f"gradient-{j}", k) if j in self.kept else self.edges[k]
             return (output * edge).sum() if self._arrived else output.sum()
 
-        return Side(self.model, loss)
+        return Side(self.model, loss, whole=True)
 
     def outside(self) -> Side:
         """What stands before, between and after the blocks, with the gradients that have come through them."""
@@ -125,7 +126,7 @@ class BlockwiseModel:
                 value = value + inner_products([(entered[stack], gradients[k])])
             return value + inner_products(self._crossing(k, calls))
 
-        return Side(self.model, loss)
+        return Side(self.model, loss, whole=True)
 
     def keep(self, j: int) -> None:
         """Store the gradient at block j's output, which is known now: the block can be run again later."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from taskferry.checkpoints import Loaded, huggingface
 from taskferry.checkpoints.folders import INDEX, tensor_files
+from taskferry.checkpoints.loaded import as_stored
 from taskferry.checkpoints.quantised import by_blocks, form_of, same_form, write_plain
 from taskferry.checkpoints.scales import Scales, read_tensor
 from taskferry.checkpoints.vocabulary import resized
@@ -36,13 +37,16 @@ from taskferry.taskvector import LazyDeltas, TaskVector, as_dense, match_names
 class LazyModel:
     """A Hugging Face folder as an empty model, with its parameters by name on disk."""
 
-    def __init__(self, given: str, folder: Path, device: str = "cpu") -> None:
+    def __init__(
+        self, given: str, folder: Path, device: str | torch.device = "cpu", precision: str = "float32"
+    ) -> None:
         self.given, self.folder, self.device = given, folder, torch.device(device)
         self.changes = TaskVector({})  # added to what is read
         self._cache: dict[str, Tensor] = {}  # what several readers of one part of the weights share
         self.form = form_of(folder)
         by_blocks(given, self.form)
         self.model, self.dtype = huggingface.skeleton(folder)
+        self.precision = as_stored(precision, self.dtype)  # of the weights while they are in memory
         self.files = tensor_files(folder)
         if not self.files:
             raise TaskferryError(f"{folder} has no safetensors files: block by block needs them")
@@ -128,9 +132,9 @@ class LazyModel:
     def weights(self, names: Iterable[str]) -> Iterator[None]:
         """Parameters in memory while inside."""
         names = list(names)
-        size = sum(4 * math.prod(self.shapes[name]) for name in names)
+        size = sum(self.precision.itemsize * math.prod(self.shapes[name]) for name in names)
         try:
-            for name, value in self.read(names):
+            for name, value in self.read(names, self.precision):
                 self._set(name, nn.Parameter(value.to(self.device), requires_grad=False))
             self._tie()
             yield
@@ -145,7 +149,7 @@ class LazyModel:
         """As of the model in memory."""
         digest = hashlib.sha256()
         for name in self.shapes:
-            hash_tensor(digest, name, next(self.read([name]))[1])
+            hash_tensor(digest, name, next(self.read([name], self.precision))[1])
         return digest.hexdigest()
 
     def write(self, tau: TaskVector, folder: Path, parts: Iterable[list[str]]) -> None:

@@ -25,6 +25,7 @@ from taskferry.calibration.batch import Calibration
 from taskferry.coverage import reasons_to_keep
 from taskferry.errors import TaskferryError
 from taskferry.fitting.answers import Answers
+from taskferry.fitting.models import device_of
 from taskferry.fitting.objectives import AnyObjective, Classifier, ForwardOnly, Objective, both_objectives
 from taskferry.fitting.progress import Progress
 from taskferry.fitting.routing import Meeting, has_experts
@@ -151,7 +152,13 @@ class ModelPair(ABC):
     def _model(self, side: int) -> dict[str, str]:
         model = (self.source, self.target)[side]
         prefix = str(getattr(model, "base_model_prefix", ""))
-        return {"class": type(model).__name__, "prefix": prefix, "sha256": self.hash_of(side)}
+        precision = self.placement()["source" if side == 0 else "target"]["dtype"]
+        told = {} if precision == "float32" else {"dtype": precision}  # the hash is of the weights in it
+        return {"class": type(model).__name__, "prefix": prefix, "sha256": self.hash_of(side), **told}
+
+    def placement(self) -> dict[str, dict[str, str]]:
+        """Device and precision of either model."""
+        return {side: _placed(model) for side, model in (("source", self.source), ("target", self.target))}
 
     @abstractmethod
     def hash_of(self, side: int) -> str:
@@ -200,6 +207,11 @@ class ModelPair(ABC):
         rule = getattr(self.depth_rule, "__name__", repr(self.depth_rule))
         settings = {"map_rank": maps.rank, "tolerance": maps.tolerance, "depth_rule": rule}
         return {"settings": settings, **self.describe(capture.backward)}
+
+
+def _placed(model: nn.Module) -> dict[str, str]:
+    precisions = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
+    return {"device": str(device_of(model)), "dtype": " and ".join(sorted(precisions))}
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

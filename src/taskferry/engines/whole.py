@@ -21,8 +21,9 @@ from taskferry.disk.files import hash_parameters
 from taskferry.display.bars import with_bars
 from taskferry.engines.pair import ModelPair, Moved, Work
 from taskferry.fitting.answers import Answers
-from taskferry.fitting.capture import BICO, Loss, Side, collect, device_of, frozen
+from taskferry.fitting.capture import BICO, Loss, Side, collect
 from taskferry.fitting.language import predicted
+from taskferry.fitting.models import frozen, place_of
 from taskferry.fitting.objectives import AnyObjective, Classifier, ForwardOnly, LanguageModel, teacher_labels
 from taskferry.fitting.progress import Progress, Steps
 from taskferry.fitting.routing import Meeting, match_experts
@@ -208,13 +209,13 @@ class WholePair(ModelPair):
         known = Answers.of(self.target, [batch for batches in folds for batch in batches])
         if known is None:
             return None
-        found, device = (replace(known), replace(known)), device_of(self.target)
+        found, place = (replace(known), replace(known)), place_of(self.target)
         for tau, batches in zip(changes, folds, strict=True):
             with moved_by(self.target, tau) as set_scale, torch.no_grad(), frozen(self.target):
                 for scale, counts in zip((0.0, 1.0), found, strict=True):
                     set_scale(scale)
                     for batch in self.mine(batches):
-                        counts.count(*predicted(self.target, batch.to(device)))
+                        counts.count(*predicted(self.target, batch.to(*place)))
         for counts in found:
             for name in ("samples", "by_word", "by_choice"):
                 setattr(counts, name, round(self.total(getattr(counts, name))))
@@ -270,8 +271,8 @@ def unchanged(pairs: Sequence[Pair], changed: Collection[str]) -> dict[str, str]
 
 def on_device(batches: Sequence[Batch], model: nn.Module) -> list[Batch]:
     """Where the model's inputs belong."""
-    device = device_of(model)
-    return [batch.to(device) for batch in batches]
+    place = place_of(model)
+    return [batch.to(*place) for batch in batches]
 
 
 def _kind(capture: Capture) -> str:

@@ -20,7 +20,7 @@ from taskferry.settings import EvaluateSettings
 
 def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -> tuple[Score, str]:
     """The score, and what scored."""
-    loaded = load_model(settings.model)
+    loaded = load_model(settings.model, dtype=settings.dtype)
     to_device(loaded, settings.device)
     if settings.add is not None:
         load_tuned(settings.add, loaded).tau.add_to(loaded.model, scale=settings.scale)

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from taskferry.calibration.batch import Batch
 from taskferry.display.bars import Tell, told
 from taskferry.errors import TaskferryError
 from taskferry.fitting.answers import Answers
-from taskferry.fitting.capture import device_of, frozen
+from taskferry.fitting.halving import Halving
 from taskferry.fitting.language import predicted
+from taskferry.fitting.models import frozen, place_of
 from taskferry.fitting.objectives import Classifier, LanguageModel, Objective
 
 
@@ -50,7 +52,7 @@ def evaluate(
     `progress=True` shows a bar; a function is called with (done, total).
     """
     tell = told(progress, "scoring")
-    device = device_of(model)
+    place, halving = place_of(model), Halving()
     right = units = samples = 0
     total = 0.0
     answers = None
@@ -60,27 +62,31 @@ def evaluate(
         answers = Answers.of(model, test)
     else:
         loss = objective.bind(model, shots)
+
+    def classes(batch: Batch) -> tuple[Tensor, Tensor]:
+        moved = batch.to(*place)
+        if moved.labels is None:
+            raise TaskferryError("test samples without labels cannot be scored: give a label for each")
+        return logits(moved), moved.labels
+
     with torch.no_grad(), frozen(model):
         for done, batch in enumerate(test, 1):
-            moved = batch.to(device)
             samples += len(batch)
             if isinstance(objective, Classifier):
-                if moved.labels is None:
-                    raise TaskferryError("test samples without labels cannot be scored: give a label for each")
-                scores = logits(moved)
-                # A head made from shots may lack a class: its samples count as wrong, and their loss as none.
-                known = moved.labels < scores.shape[1]
-                right += int((scores.argmax(1) == moved.labels).sum())
-                total += float(F.cross_entropy(scores[known], moved.labels[known], reduction="sum"))
-                units += int(known.sum())
+                for scores, labels in halving.run(classes, batch):
+                    # A head made from shots may lack a class: its samples count as wrong, and their loss as none.
+                    known = labels < scores.shape[1]
+                    right += int((scores.argmax(1) == labels).sum())
+                    total += float(F.cross_entropy(scores[known], labels[known], reduction="sum"))
+                    units += int(known.sum())
             elif isinstance(objective, LanguageModel):
-                words, labels, rows = predicted(model, moved)
-                total += float(F.cross_entropy(words, labels, reduction="sum"))
-                units += len(labels)
-                if answers is not None:
-                    answers.count(words, labels, rows)
+                for words, labels, rows in halving.run(lambda part: predicted(model, part.to(*place)), batch):
+                    total += float(F.cross_entropy(words, labels, reduction="sum"))
+                    units += len(labels)
+                    if answers is not None:
+                        answers.count(words, labels, rows)
             else:
-                total += float(loss(moved))
+                total += sum(halving.run(lambda part: float(loss(part.to(*place))), batch))
                 units += len(batch)
             if tell is not None:
                 tell(done, len(test))

@@ -9,8 +9,7 @@ multiplied into the sums the moment they appear, and nothing outlives its micro-
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
@@ -19,9 +18,12 @@ from torch import Tensor, nn
 
 from taskferry.calibration.batch import Batch, Calibration
 from taskferry.errors import TaskferryError
+from taskferry.fitting.halving import Halving
 from taskferry.fitting.mixture import experts_in_parts
+from taskferry.fitting.models import device_of, frozen, place_of
 from taskferry.fitting.recorder import Call, OnForward, OnGradient, Recorder
 from taskferry.fitting.statistics import Capture, Paired, S, Statistics
+from taskferry.maths.sums import CrossCovariance
 from taskferry.sites import Family, family_of
 from taskferry.sites.pairing import Pair
 from taskferry.sites.routed import Routed, Rows, paired_rows
@@ -29,6 +31,7 @@ from taskferry.sites.site import Site
 from taskferry.sites.tokens import Layout, TokenMatch, match
 
 Loss = Callable[[Batch], Tensor]
+Place = tuple[bool, str]  # whether of the inputs, and the key of its sums
 BICO = Capture()
 
 
@@ -42,6 +45,12 @@ class Side:
     turned: dict[str, bool] = field(
         default_factory=dict
     )  # site -> whether it works on [L, n, d], as far as it was seen
+    whole: bool = False  # whether its loss knows micro-batches by their number
+
+    @property
+    def cut(self) -> bool:
+        """Whether a micro-batch may be run in parts."""
+        return not self.weights and not self.whole
 
     @property
     def family(self) -> Family:
@@ -69,47 +78,32 @@ def collect(
     _look_at_one(source, [pair.source for pair in by_target.values()], [A for A, _ in calibration])
     _look_at_one(target, [pair.target for pair in by_target.values()], [B for _, B in calibration])
     copy = False
+    # Ranks that share the weights wait for each other's passes, and a block finds its samples by their number.
+    halving = Halving(cut=source.cut and target.cut)
+    unchecked: list[tuple[nn.Module, Tensor]] = []
     with torch.inference_mode(False), frozen(source.model), frozen(target.model), torch.enable_grad():
         for number, (batch_A, batch_B) in enumerate((*calibration, *uncounted)):
             counted = number < len(calibration)
             into: Paired[Any] = kept.of(batch_B) if counted else Statistics(capture=replace(capture, folds=1))
-            micro_batch = _MicroBatch(source, target, by_target, into, capture, batch_A, batch_B, copy)
-            micro_batch.run()
-            copy = micro_batch.copy
+            done: list[tuple[range, set[Place]]] = []
+
+            def part(A: Batch, B: Batch, into: Paired[Any] = into, done: list[tuple[range, set[Place]]] = done) -> None:
+                nonlocal copy
+                micro_batch = _MicroBatch(source, target, by_target, into, capture, A, B, copy)
+                micro_batch.unchecked = unchecked
+                micro_batch.done = {place for rows, some in done if halving.within(rows) for place in some}
+                try:
+                    micro_batch.run()
+                except torch.OutOfMemoryError:
+                    # Sums that have all of these samples: their halves are not added to them again.
+                    done.append((halving.rows, micro_batch.added))
+                    raise
+                copy = micro_batch.copy
+
+            halving.run(part, batch_A, batch_B)
             if on_batch is not None and counted:
                 on_batch()
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode; every module in its own mode afterwards, since some may have been kept still in a training model."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Eval mode, and no parameter asks for a gradient; everything as before afterwards."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        with evaluating(model):
-            yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model's inputs belong."""
-    parameter = next((p for p in model.parameters() if p.device.type != "meta"), None)
-    return torch.device("cpu") if parameter is None else parameter.device
+    _check_losses(unchecked, [bool(torch.isfinite(loss)) for _, loss in unchecked])
 
 
 class _MicroBatch(Generic[S]):
@@ -130,8 +124,12 @@ class _MicroBatch(Generic[S]):
         self.by_target = by_target
         self.kept = kept
         self.capture = capture
-        self.batch_A = batch_A.to(device_of(source.model))
-        self.batch_B = batch_B.to(device_of(target.model))
+        self.batch_A = batch_A.to(*place_of(source.model))
+        self.batch_B = batch_B.to(*place_of(target.model))
+        self.unchecked: list[tuple[nn.Module, Tensor]] = []  # losses on a device that nobody has looked at yet
+        self.alive: dict[tuple[bool, str, int], Tensor] = {}  # rows of the source that say anything, of either side
+        self.done: set[Place] = set()  # sums that have these samples already
+        self.added: set[Place] = set()
         self.copy = copy  # whether the source writes into what its layers have read
         self.takers = Counter(pair.source.name for pair in by_target.values())
         self.taken: Counter[tuple[str, str, int]] = Counter()
@@ -140,16 +138,49 @@ class _MicroBatch(Generic[S]):
         self.outputs: dict[tuple[str, int], Rows] = {}
         self.shared: dict[tuple[int, int], str] = {}
         self.matches: dict[tuple[str, str, int, int], TokenMatch] = {}
-        self.layouts_A = source.family.layouts(source.model, self.batch_A)
-        self.layouts_B = target.family.layouts(target.model, self.batch_B)
+        # Of the batches as they were given, which is on the host: tokens are matched there.
+        self.layouts_A = source.family.layouts(source.model, batch_A)
+        self.layouts_B = target.family.layouts(target.model, batch_B)
 
     def run(self) -> None:
         if not self._run_source():
             # The model wrote into what a layer had read or made (x += f(x)): run again, keeping copies.
             self.copy = True
             self._run_source()
+        if device_of(self.source.model).type != "cpu":
+            self._look()
         targets = [pair.target for pair in self.by_target.values()]
-        _pass(self.target, self.batch_B, targets, self._pair_forward, self._pair_gradient, self.layouts_B, self.capture)
+        loss = _pass(
+            self.target, self.batch_B, targets, self._pair_forward, self._pair_gradient, self.layouts_B, self.capture
+        )
+        self._keep(self.target, loss)
+
+    def _keep(self, side: Side, loss: Tensor | None) -> None:
+        if loss is not None:
+            self.unchecked.append((side.model, loss))
+
+    def _look(self) -> None:
+        """All that the host must know of a micro-batch on a device, in the one copy that it waits for.
+
+        Whether the losses are finite, and which rows of the source are zero: those are left out, as on a CPU.
+        """
+        device = device_of(self.source.model)
+        flags = [torch.isfinite(loss).reshape(1).to(device) for _, loss in self.unchecked]
+        sides = ((True, CrossCovariance, self.inputs), (False, self.capture.sums, self.outputs))
+        held = [
+            (key, kind.alive(x))
+            for side, kind, rows in sides
+            for key, x in ((((side, *at)), x) for at, x in rows.items())
+            if isinstance(x, Tensor)
+        ]
+        parts = [*flags, *(mask.flatten() for _, mask in held)]
+        if not parts:
+            return
+        found = torch.cat(parts).cpu()
+        _check_losses(self.unchecked, found[: len(flags)].tolist())
+        self.unchecked.clear()
+        masks = found[len(flags) :].split([mask.numel() for _, mask in held])
+        self.alive = {key: mask.view(like.shape) for (key, like), mask in zip(held, masks, strict=True)}
 
     def _run_source(self) -> bool:
         """Hold the source's rows; whether all of them are still what they were when they were seen."""
@@ -186,7 +217,8 @@ class _MicroBatch(Generic[S]):
                 self.inputs[key] = _through(self.source, call.site, g)
 
         sources = {pair.source.name: pair.source for pair in self.by_target.values()}.values()
-        _pass(self.source, self.batch_A, sources, forward, gradient, self.layouts_A, self.capture)
+        loss = _pass(self.source, self.batch_A, sources, forward, gradient, self.layouts_A, self.capture)
+        self._keep(self.source, loss)
         return all(rows._version == version for rows, version in versions)
 
     def _pair_forward(self, call: Call, x: Rows, y: Rows) -> None:
@@ -231,15 +263,26 @@ class _MicroBatch(Generic[S]):
 
     def _add(self, sums: dict[str, S], key: str, call: Call, rows_A: Rows, rows_B: Rows) -> None:
         pair = self.by_target[call.site.name]
+        place = (sums is self.kept.inputs, key)
+        if place in self.done:
+            return
         try:
             tokens = self._match(pair, rows_A.shape[1], rows_B.shape[1])
             X_A, X_B = paired_rows(tokens, rows_A, rows_B)
-            if not len(X_A) and (isinstance(rows_A, Routed) or isinstance(rows_B, Routed)):
+            routed = isinstance(rows_A, Routed) or isinstance(rows_B, Routed)
+            if routed and not len(X_A):
                 return  # no token reaches both
             if key not in sums:
                 inputs = sums is self.kept.inputs
                 sums[key] = self.kept.start(inputs, call.site.name, rows_A.shape[-1], rows_B.shape[-1])
-            sums[key].add(X_A, X_B)
+            into = sums[key]
+            alive = None if routed else self.alive.get((place[0], pair.source.name, call.index))
+            shown = None if alive is None else tokens.source(alive[..., None].float())[:, 0] != 0
+            if isinstance(into, CrossCovariance) and shown is not None and not bool(shown.all()):
+                into.add(X_A, X_B, shown.nonzero()[:, 0].to(X_A.device))
+            else:
+                into.add(X_A, X_B)
+            self.added.add(place)
         except ValueError as error:
             raise TaskferryError(
                 f"{pair.source.name} {list(rows_A.shape)} with {pair.target.name} {list(rows_B.shape)}: {error}"
@@ -268,7 +311,7 @@ def _look_at_one(side: Side, sites: Sequence[Site], batches: Sequence[Batch]) ->
         lengths = {layouts.get(stream, Layout()).length for stream in streams}
         if len(batch) > 1 and lengths & {None, len(batch)}:
             with torch.inference_mode(False), frozen(side.model), torch.no_grad():
-                one = batch.take([0]).to(device_of(side.model))
+                one = batch.take([0]).to(*place_of(side.model))
                 watch(side, one, sites, lambda *_: None, lambda *_: None, {})
             return
 
@@ -292,19 +335,26 @@ def _pass(
     on_gradient: OnGradient,
     layouts: Mapping[str, Layout],
     capture: Capture,
-) -> None:
-    """One forward pass, and a backward pass where gradients are asked for."""
+) -> Tensor | None:
+    """One forward pass, and a backward pass where gradients are asked for; the loss where it was not looked at."""
     loss = watch(side, batch, sites, on_forward, on_gradient, layouts)
     if not capture.backward:
-        return
-    if loss.ndim or not bool(torch.isfinite(loss)):
-        raise TaskferryError(
-            f"the objective returned {loss.detach()} on {type(side.model).__name__}: one finite number is needed, "
-            "the loss summed over the samples; check the labels, or load the model in float32"
-        )
-    if not loss.requires_grad:
-        return  # it depends on none of these sites (a pooler that nobody reads): they stay unreached
-    loss.backward()  # type: ignore[no-untyped-call]
+        return None
+    here = loss.device.type == "cpu"
+    if loss.ndim or here:
+        _check_losses([(side.model, loss)], [not loss.ndim and bool(torch.isfinite(loss))])
+    if loss.requires_grad:  # else it depends on none of these sites (a pooler that nobody reads): they stay unreached
+        loss.backward()  # type: ignore[no-untyped-call]
+    return None if here else loss.detach()
+
+
+def _check_losses(losses: Sequence[tuple[nn.Module, Tensor]], finite: Sequence[bool]) -> None:
+    for (model, loss), good in zip(losses, finite, strict=True):
+        if not good:
+            raise TaskferryError(
+                f"the objective returned {loss.detach().cpu()} on {type(model).__name__}: one finite number is needed, "
+                "the loss summed over the samples; check the labels, or load the model in float32"
+            )
 
 
 def watch(

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from taskferry.calibration.batch import Batch, Calibration
 from taskferry.errors import TaskferryError
-from taskferry.fitting.capture import Loss, device_of, frozen
+from taskferry.fitting.capture import Loss
+from taskferry.fitting.halving import Halving
 from taskferry.fitting.language import is_language_model, logits_of, predicted
+from taskferry.fitting.models import device_of, frozen, place_of, wide
 from taskferry.sites import family_of
 
 Logits = Callable[[Batch], Tensor]
@@ -88,7 +90,7 @@ class Head(Classifier):
     def logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:  # noqa: ARG002
         """The model's logits."""
         family = family_of(model)
-        return lambda batch: logits_of(model(**family.arguments(model, batch)))
+        return lambda batch: wide(logits_of(model(**family.arguments(model, batch))))
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class ZeroShot(Classifier):
             for name in self.classes:
                 tokens = self.tokenize([template.format(name) for template in self.templates])
                 moved = tokens.to(device) if hasattr(tokens, "to") else tokens
-                text = F.normalize(family.text_features(model, moved), dim=-1)
+                text = F.normalize(wide(family.text_features(model, moved)), dim=-1)
                 rows.append(F.normalize(text.mean(0), dim=-1))
         return torch.stack(rows)
 
@@ -125,7 +127,7 @@ class ZeroShot(Classifier):
         """Scaled cosine similarity of image and class."""
         head, family = self.head(model), family_of(model)
         scale = family.logit_scale(model)
-        return lambda batch: scale * F.normalize(family.features(model, batch), dim=-1) @ head.T
+        return lambda batch: scale * F.normalize(wide(family.features(model, batch)), dim=-1) @ head.T
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,9 @@ class Prototypes(Classifier):
         classes = int(labels.max()) + 1
         sums = unit.new_zeros(classes, unit.shape[1]).index_add_(0, labels, unit)
         head, family = F.normalize(sums, dim=-1), family_of(model)
-        return lambda batch: self.temperature * F.normalize(family.features(model, batch) - centre, dim=-1) @ head.T
+        return lambda batch: (
+            self.temperature * F.normalize(wide(family.features(model, batch)) - centre, dim=-1) @ head.T
+        )
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class LinearProbe(Classifier):
         mean, spread = features.mean(0), features.std(0, unbiased=False).clamp_min(1e-6)
         weight, bias = fit_probe((features - mean) / spread, labels, ridge=self.ridge)
         family = family_of(model)
-        return lambda batch: ((family.features(model, batch) - mean) / spread) @ weight.T + bias
+        return lambda batch: ((wide(family.features(model, batch)) - mean) / spread) @ weight.T + bias
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,7 @@ class CrossProbe(Classifier):
         family = family_of(model)
 
         def scores(batch: Batch) -> Tensor:
-            x = (family.features(model, batch) - mean) / spread
+            x = (wide(family.features(model, batch)) - mean) / spread
             return torch.stack([x @ weight.T + bias for weight, bias in probes])
 
         return scores, half.tolist()
@@ -230,7 +234,7 @@ class NewHead(Classifier):
         family = family_of(model)
         if self.module is None:
             with torch.no_grad(), frozen(model):
-                features = family.features(model, batches[0].to(device_of(model)))
+                features = family.features(model, batches[0].to(*place_of(model)))
             self.module = nn.Linear(features.shape[1], self.classes).to(features.device, features.dtype)
         layer = self.module
         return lambda batch: layer(family.features(model, batch))
@@ -312,17 +316,25 @@ def teacher_labels(tuned: nn.Module, batches: Sequence[Batch], classifier: Class
     >>> calibration = calibration.with_labels(teacher_labels(tuned_A, calibration.side(0), Head()))
     """
     logits = classifier.logits(tuned, batches)
-    device = device_of(tuned)
+    place, halving = place_of(tuned), Halving()
+
+    def predicted_classes(batch: Batch) -> Tensor:
+        return logits(batch.to(*place)).argmax(-1).cpu()
+
     with torch.no_grad(), frozen(tuned):
-        return torch.cat([logits(batch.to(device)).argmax(-1).cpu() for batch in batches])
+        return torch.cat([part for batch in batches for part in halving.run(predicted_classes, batch)])
 
 
 def calibration_features(model: nn.Module, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
     """Features [N, d] and labels [N] of one model's side of the calibration set."""
-    family, device = family_of(model), device_of(model)
+    family, place, halving = family_of(model), place_of(model), Halving()
+
+    def features_of(batch: Batch) -> Tensor:
+        return wide(family.features(model, batch.to(*place)))
+
     with torch.no_grad(), frozen(model):
-        features = torch.cat([family.features(model, batch.to(device)) for batch in batches])
-    labels = torch.cat([_labels(batch) for batch in batches]).to(device)
+        features = torch.cat([part for batch in batches for part in halving.run(features_of, batch)])
+    labels = torch.cat([_labels(batch) for batch in batches]).to(features.device)
     if int(labels.max()) == int(labels.min()):
         raise TaskferryError(
             f"all {len(labels)} samples have class {int(labels[0])}: a head made from them has nothing to tell apart; "

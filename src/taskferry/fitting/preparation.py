@@ -22,8 +22,8 @@ from taskferry.calibration.language import Segment, language_calibration, segmen
 from taskferry.calibration.samplers import choose
 from taskferry.checkpoints import Loaded, Tuned, load_model
 from taskferry.errors import TaskferryError
-from taskferry.fitting.capture import device_of
 from taskferry.fitting.language import is_language_model, is_sequence_to_sequence
+from taskferry.fitting.models import device_of, place_of, wide
 from taskferry.fitting.objectives import (
     Classifier,
     CrossProbe,
@@ -318,15 +318,15 @@ def _teacher_model(source: Loaded, tuned: Tuned | None) -> Iterator[torch.nn.Mod
             set_scale(1.0)
             yield source.model
     else:
-        yield load_model(tuned.given).model.to(device_of(source.model))
+        yield load_model(tuned.given, dtype=source.precision).model.to(device_of(source.model))
 
 
 def _features(samples: Samples, loaded: Loaded, *, max_length: int, micro_batch: int) -> Tensor:
     """[total, d] of all samples, a part at a time: their tensors together may not fit."""
-    family, device, found = family_of(loaded.model), device_of(loaded.model), []
+    family, place, found = family_of(loaded.model), place_of(loaded.model), []
     with torch.no_grad():
         for start in range(0, len(samples), 16 * micro_batch):
             part = samples.take(range(start, min(start + 16 * micro_batch, len(samples))))
             batches = one_sided(part, loaded, max_length=max_length, micro_batch=micro_batch)
-            found += [family.features(loaded.model, batch.to(device)).cpu() for batch in batches]
+            found += [wide(family.features(loaded.model, batch.to(*place))).cpu() for batch in batches]
     return torch.cat(found)

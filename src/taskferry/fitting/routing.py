@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from taskferry.calibration.batch import Batch
-from taskferry.fitting.capture import Side, device_of, frozen, watch
+from taskferry.fitting.capture import Side, watch
+from taskferry.fitting.models import frozen, place_of
 from taskferry.fitting.recorder import Call
 from taskferry.maths.assignment import assign
 from taskferry.sites.pairing import Mixture, Pair, Place
@@ -124,7 +125,7 @@ def _parts(side: Side, batch: Batch, last: Sequence[Site]) -> Parts:
         found[_place(site)][0][y.tokens, site.expert] = part
 
     with torch.inference_mode(False), torch.no_grad(), frozen(side.model):
-        watch(side, batch.to(device_of(side.model)), last, look, lambda *_: None, layouts)
+        watch(side, batch.to(*place_of(side.model)), last, look, lambda *_: None, layouts)
     return {place: (x.view(len(batch), -1, x.shape[-1]), layout) for place, (x, layout) in found.items()}
 
 

@@ -17,8 +17,11 @@ import torch
 from torch import nn
 
 from taskferry.calibration.batch import Batch
-from taskferry.fitting.capture import Loss, device_of, frozen
-from taskferry.taskvector import TaskVector, as_dense
+from taskferry.fitting.capture import Loss
+from taskferry.fitting.halving import Halving
+from taskferry.fitting.models import frozen, place_of
+from taskferry.maths.precision import full_precision
+from taskferry.taskvector import LowRank, TaskVector, as_dense, to_device
 
 LARGEST = 4.0
 START = (0.0, 0.5, 1.0, 2.0, 4.0)
@@ -94,9 +97,9 @@ def _inside(left: float, middle: float, right: float, known: dict[float, float])
 
 def calibration_loss(model: nn.Module, loss: Loss, batches: Sequence[Batch]) -> float:
     """Mean loss a sample, forward passes only."""
-    device = device_of(model)
+    place, halving = place_of(model), Halving()
     with torch.no_grad(), frozen(model):
-        total = sum(float(loss(batch.to(device))) for batch in batches)
+        total = sum(part for each in batches for part in halving.run(lambda batch: float(loss(batch.to(*place))), each))
     return total / sum(len(batch) for batch in batches)
 
 
@@ -107,8 +110,10 @@ def moved_by(model: nn.Module, tau: TaskVector) -> Iterator[Callable[[float], No
     Memory: one copy of the parameters that move.
     """
     moving = [(parameter, parameter.detach().clone(), delta) for _, parameter, delta in tau.on(model)]
+    moving = [(p, base, to_device(d, p.device) if isinstance(d, LowRank) else d) for p, base, d in moving]
 
     @torch.no_grad()
+    @full_precision()
     def set_scale(scale: float) -> None:
         for parameter, base, delta in moving:
             change = as_dense(delta)

@@ -38,8 +38,7 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
     if kind == "model":
         if settings.target_base is None:
             raise TaskferryError("a full model needs its base: give --target-base, or --as-task-vector")
-        target = load_model(settings.target_base)
-        _same_model(alignment, "target", target)
+        target = _base(alignment, "target", settings.target_base)
     else:
         target = target_skeleton(alignment)
     final, cut = in_form(settings, kind, settings.scale * moved)
@@ -103,11 +102,13 @@ def _tuned_for(settings: ApplySettings, path: Path, alignment: Alignment) -> Tun
         return Tuned(TaskVector.load(path))
     if settings.source_base is None:
         raise TaskferryError(f"{settings.source_tuned} is a full model: give its base with --source-base")
-    source = load_model(settings.source_base)
-    _same_model(alignment, "source", source)
-    return load_tuned(settings.source_tuned, source)
+    return load_tuned(settings.source_tuned, _base(alignment, "source", settings.source_base))
 
 
-def _same_model(alignment: Alignment, side: str, loaded: Loaded) -> None:
+def _base(alignment: Alignment, side: str, given: str) -> Loaded:
+    """A base in the precision that it was fitted in, by which it is known."""
+    precision = alignment.model(side).get("dtype", "float32")
+    loaded = load_model(given, dtype=precision if precision in ("float32", "bfloat16", "float16") else "auto")
     if hash_parameters(loaded.model) != alignment.model(side)["sha256"]:
         raise TaskferryError(f"{loaded.given} is not the {side} that this alignment was fitted on: fit one for it")
+    return loaded

@@ -46,9 +46,10 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], cost: Cost) -> Plan:
         sizes.append([_bytes(lazy, lazy.under(block)) for block in blocks])
         outer.append(_bytes(lazy, lazy.outside(blocks)))
         widths.append(max((s.shape[1] for s in sites if s.role.endswith((".q", ".qkv"))), default=0))
-    flops = [tokens * sum(some) / 4 for some in sizes]  # multiply-adds of a forward pass of each
+    wide = pair.lazy[1].precision.itemsize
+    flops = [tokens * sum(some) / wide for some in sizes]  # multiply-adds of a forward pass of each
     bits = pair.lazy[1].dtype.itemsize
-    stored = [(sum(some) + out) * bits // 4 for some, out in zip(sizes, outer, strict=True)]
+    stored = [(sum(some) + out) * bits // wide for some, out in zip(sizes, outer, strict=True)]
     block_A, block_B = max(sizes[0]), max(sizes[1])
     points = max(1, min(2, cost.captures))
     versions = cost.folds + (cost.folds > 1)
@@ -102,8 +103,8 @@ def map_shapes(pairs: Iterable[Pair]) -> tuple[list[tuple[int, int]], list[tuple
 
 
 def _bytes(lazy: LazyModel, names: Iterable[str]) -> int:
-    """In float32, as they are read."""
-    return sum(4 * math.prod(lazy.shapes[name]) for name in names)
+    """In the precision that they have in memory."""
+    return sum(lazy.precision.itemsize * math.prod(lazy.shapes[name]) for name in names)
 
 
 def _vocabulary(lazy: LazyModel) -> int:

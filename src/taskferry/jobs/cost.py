@@ -22,6 +22,7 @@ class Plan:
     weights_bytes: int
     memory_bytes: int  # resident at the peak
     stages: dict[str, float]  # seconds
+    device_bytes: int = 0  # of all devices together at the peak, where models lie on some
 
     @property
     def seconds(self) -> float:

@@ -39,7 +39,7 @@ def fit_alignment(
         if dry_run:
             return None
         if settings.shard:
-            models.shard(settings.device)
+            models.shard(settings.devices)
         alignment = method.move(job, own).alignment
         if not models.first or alignment is None:
             return None

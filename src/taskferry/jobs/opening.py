@@ -11,7 +11,7 @@ import torch
 
 from taskferry.checkpoints import Loaded, Skeleton, Tuned, is_adapter, load_pair, load_tuned, read_adapter
 from taskferry.checkpoints.huggingface import owns
-from taskferry.checkpoints.loaded import to_device
+from taskferry.checkpoints.loaded import device_named, to_device
 from taskferry.checkpoints.models import resolve
 from taskferry.disk.files import writing
 from taskferry.disk.inputs import Inputs
@@ -43,11 +43,11 @@ class Opened:
     first: bool = True  # whether this process writes
     models: tuple[Loaded, ...] = ()  # in memory
 
-    def shard(self, device: str) -> None:
-        """Spread the weights of the blocks over the ranks, which then reach their device."""
+    def shard(self, devices: tuple[str, str]) -> None:
+        """Spread the weights of the blocks over the ranks, which then reach their devices."""
         if isinstance(self.pair, RankedPair):
             self.pair.shard()
-        for loaded in self.models:
+        for loaded, device in zip(self.models, devices, strict=True):
             to_device(loaded, device)
 
 
@@ -59,7 +59,7 @@ def opened(settings: Settings, reporter: Reporter, out: Path | None, *, dry_run:
     found = {name: resolve(value) for name, value in given.items() if value is not None}
     inputs = Inputs(**found, calibration=settings.calibration)
     first = rank_and_size()[0] == 0
-    with ExitStack() as stack:
+    with ExitStack() as stack, _room(engine):
         # Only the first rank stores what is finished, and takes it away.
         resume = stack.enter_context(finished_groups(out)) if out is not None and first and not dry_run else None
         work = Work(int(settings.statistics_memory * 2**30), reporter.step if first else None, resume)
@@ -71,12 +71,28 @@ def opened(settings: Settings, reporter: Reporter, out: Path | None, *, dry_run:
             yield _in_memory(settings, stack, work, inputs, first)
 
 
+@contextmanager
+def _room(engine: str) -> Iterator[None]:
+    """Memory of a device that is too small for a stage, as one sentence with what takes less of it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        less = (
+            "give a smaller --micro-batch, or put the models on two devices with --source-device and --target-device"
+            if engine == BlockPair.engine
+            else "give a smaller --statistics-memory, --dtype bfloat16, or transfer with --engine blockwise, which "
+            "needs one block of each model at a time"
+        )
+        raise TaskferryError(f"the memory of the device does not hold this: {less}") from error
+
+
 def _in_memory(settings: Settings, stack: ExitStack, work: Work, inputs: Inputs, first: bool) -> Opened:
     shard = isinstance(settings, FitSettings) and settings.shard
     if shard and not started_by_torchrun():
         raise TaskferryError("--shard spreads a model over processes: start them with torchrun, or leave it out")
     # Models that are to be sharded reach the device in parts.
-    source, target = load_pair(settings.source_base, settings.target_base, "cpu" if shard else settings.device)
+    devices = ("cpu", "cpu") if shard else settings.devices
+    source, target = load_pair(settings.source_base, settings.target_base, devices, settings.dtype)
     tuned = _tuned(settings.source_tuned, source)
     prepared = prepare(settings, source, target, tuned if settings.source_tuned is not None else None)
     pair: WholePair
@@ -98,17 +114,15 @@ def _tuned(given: str | None, source: Loaded) -> Tuned:
 
 
 def _on_disk(settings: MethodSettings, scratch: Path, work: Work, inputs: Inputs) -> Opened:
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    source, target = (_lazy(given, device) for given in (settings.source_base, settings.target_base))
+    bases = zip((settings.source_base, settings.target_base), settings.devices, strict=True)
+    source, target = (_lazy(given, device, settings.dtype) for given, device in bases)
     given = str(getattr(settings, "source_tuned", ""))
     folder = Path(resolve(given))
     if is_adapter(folder):
         adapter = read_adapter(folder, Skeleton.of(source.model))
         tuned = Tuned(adapter.tau, adapter, adapter.ignored, given)
     else:
-        difference = Difference(source, _lazy(given, "cpu"))
+        difference = Difference(source, _lazy(given, "cpu", "float32"))
         tuned = Tuned(TaskVector(difference), ignored=difference.left_out, given=given)
     prepared = prepare(settings, source.loaded(), target.loaded(), None)
     pair = BlockPair(source, target, prepared.calibration, prepared.objectives, scratch=scratch, work=work)
@@ -125,8 +139,8 @@ def _scratch(out: Path) -> Iterator[Path]:
             yield scratch
 
 
-def _lazy(given: str, device: str) -> LazyModel:
+def _lazy(given: str, device: str, dtype: str) -> LazyModel:
     folder = resolve(given)
     if not owns(folder):
         raise TaskferryError(f"{given} is no Hugging Face folder: block by block needs one; use the engine 'whole'")
-    return LazyModel(given, Path(folder), device)
+    return LazyModel(given, Path(folder), device_named(device), dtype)

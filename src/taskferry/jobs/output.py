@@ -18,12 +18,13 @@ from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import staged_folder
 from taskferry.engines.lazy import LazyModel
 from taskferry.errors import TaskferryError
+from taskferry.fitting.models import wide
 from taskferry.jobs.record import finish
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.timing import Timing
 from taskferry.settings import ApplySettings, OutputSettings
 from taskferry.sites.discovery import block_paths, find_sites
-from taskferry.taskvector import Delta, TaskVector, match_names
+from taskferry.taskvector import Delta, TaskVector, as_dense, match_names
 
 FORMS = {"lora": "a LoRA adapter", "model": "a full model", "task-vector": "a task vector"}
 
@@ -120,8 +121,12 @@ def check_output(folder: Path, kind: str, final: TaskVector, target: Loaded | La
     written = dict(load_model(str(folder), like=target.model).model.named_parameters())
     base = dict(target.model.named_parameters())
     names = match_names(final.deltas, base)
-    meant = {names[n]: base[names[n]].detach() + d.to(base[names[n]]) for n, d in final.dense().deltas.items()}  # type: ignore[union-attr]
+    meant: dict[str, Delta] = {}
     precision = torch.finfo(target.extra.get("dtype", torch.float32)).eps
+    for name, delta in final.deltas.items():
+        start = base[names[name]].detach()
+        meant[names[name]] = wide(start) + as_dense(delta).to(wide(start))
+        precision = max(precision, torch.finfo(start.dtype).eps)
     _compare({name: written[name].detach() for name in meant}, meant, 2 * precision)
 
 

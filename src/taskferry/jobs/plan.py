@@ -22,7 +22,8 @@ from taskferry.calibration.batch import Batch, Calibration
 from taskferry.engines.blocks import BlockPair
 from taskferry.engines.pair import ModelPair
 from taskferry.engines.whole import unchanged
-from taskferry.fitting.capture import Side, collect, device_of
+from taskferry.fitting.capture import Side, collect
+from taskferry.fitting.models import device_of
 from taskferry.fitting.objectives import ForwardOnly
 from taskferry.fitting.scale import EVALUATIONS
 from taskferry.fitting.statistics import Statistics
@@ -88,7 +89,7 @@ def _trained(job: Job, pairs: list[Pair], refinement: Refinement) -> _Trained:
 def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost, trained: _Trained | None = None) -> Plan:
     """From sizes, a trial and a second of measurement."""
     source, target = pair.source, pair.target
-    machine = Machine.of(device_of(target).type)
+    machine = Machine.of(str(device_of(target)))
     trial = _trial(source, target, pairs, pair.calibration)
     now = resident()  # with all that libraries load when they are first used
     sides = (CrossCovariance, trial.statistics.inputs), (cost.sums, trial.statistics.outputs)
@@ -103,13 +104,16 @@ def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost, trained: _Trained
     products = sum(rows * a * b for rows, a, b in maps)
     moving = sum(apply_cost(p.source.shape, p.target.shape) for p in pairs)
     passes = trial.seconds * trial.whole
+    working = max(_working_memory(trial, maps, min(held, memory)), _training_memory(trial, trained))
+    away = any(device_of(model).type != "cpu" for model in (source, target))
     return Plan(
         pairs=len(pairs),
         sites=len(pair.target_sites),
         tokens=max((rows for rows, _, _ in maps), default=0),
         statistics_bytes=held,
         weights_bytes=weights,
-        memory_bytes=now + max(_working_memory(trial, maps, min(held, memory)), _training_memory(trial, trained)),
+        memory_bytes=now if away else now + working,
+        device_bytes=weights + working if away else 0,
         stages={
             "capture": cost.captures * (groups * passes + products / machine.product),
             "solve": sum(machine.solving_seconds(cost, *each) for each in maps),

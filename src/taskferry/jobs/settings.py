@@ -9,14 +9,22 @@ from pydantic import Field, field_validator, model_validator
 from taskferry.engines.ranks import started_by_torchrun
 from taskferry.errors import TaskferryError
 from taskferry.methods import Method, find, published
-from taskferry.settings import CalibrationSettings, MapSettings, OutputSettings, Scale, Writing, parse
+from taskferry.settings import (
+    CalibrationSettings,
+    MapSettings,
+    OutputSettings,
+    PairPlaceSettings,
+    Scale,
+    Writing,
+    parse,
+)
 from taskferry.training.refinement import Refinement
 
 DEFAULT_METHOD = "twofold"
 _SHARED = ("map_rank", "tolerance")  # settings of the command that a method may have too
 
 
-class MethodSettings(CalibrationSettings, MapSettings):
+class MethodSettings(CalibrationSettings, MapSettings, PairPlaceSettings):
     """What is moved from where to where, and how."""
 
     source_base: str = Field(description="the base model that was tuned")
@@ -55,7 +63,16 @@ class MethodSettings(CalibrationSettings, MapSettings):
                 raise TaskferryError(f"the method {self.method} has no {name}: leave --{name.replace('_', '-')} out")
             own.setdefault(name, value)
         method.checked(own)
+        if method.needs.training:
+            self.trains(f"the method {method.name}")
         return method, own
+
+    def trains(self, what: str) -> None:
+        """Refuse to take training steps in half precision, where most of them would round to nothing."""
+        if self.dtype != "float32":
+            raise TaskferryError(
+                f"{what} trains, which needs weights in float32: give --dtype float32, or leave it out"
+            )
 
 
 class PlanSettings(MethodSettings):
@@ -118,6 +135,7 @@ class TransferSettings(MethodSettings, OutputSettings, Writing):
             if asked:
                 raise TaskferryError(f"{asked[0]} is of a refinement: give --refine STEPS beside it, or leave it out")
             return None
+        self.trains("a refinement")
         return Refinement(steps=self.refine, seed=self.seed, **given)
 
     @property

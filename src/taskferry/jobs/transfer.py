@@ -78,6 +78,7 @@ def transfer(
             scale_curve=curve.points,
             spectrum=spectrum,
             work=timing.work(),
+            placement=models.pair.placement(),
             **cut,
             **({} if refined is None else {"refined": refined.record()}),
         )
@@ -111,6 +112,12 @@ def scaled(
     return replace(curve, points=tuple(sorted(points.items())), best=best if after < before else 0.0), 1.0
 
 
+def _placed(models: Opened) -> str:
+    """Where both models lie, in which precision."""
+    source, target = (f"{each['dtype']} on {each['device']}" for each in models.pair.placement().values())
+    return source if source == target else f"{source} to {target}"
+
+
 def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[str, str]:
     tuned, prepared = models.tuned, models.prepared
     lines = {
@@ -129,6 +136,7 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
         **({"effort": settings.effort} if find(settings.method).efforts else {}),
         **({"refine": f"{settings.refine} training steps towards the tuned source"} if settings.refine else {}),
         "engine": models.pair.engine,
+        "devices": _placed(models),
         "objective": prepared.objectives[1].describe(),
         "scale": "chosen on the samples" if settings.scale == "auto" else f"{settings.scale:g}",
         "output": f"{FORMS[kind]} in {settings.out}{dequantised(kind, models.target).replace(' The', ': the')}",

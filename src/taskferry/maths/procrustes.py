@@ -58,6 +58,11 @@ class Map:
         """The precision of its numbers."""
         return self.R.dtype if self.R is not None else self._need_factors()[0].dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.R.device if self.R is not None else self._need_factors()[0].device
+
     def __call__(self, rows: Tensor) -> Tensor:
         """Source row vectors [n, d_A] in target coordinates [n, d_B]: rows @ R."""
         if self.R is not None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from taskferry.errors import TaskferryError
+from taskferry.maths.precision import full_precision
 from taskferry.maths.procrustes import (
     DEFAULT_TOLERANCE,
     NOT_FINITE,
@@ -79,11 +80,16 @@ class CrossCovariance:
     d_A: int
     d_B: int
     rows: int = 0  # rows that are not zero on either side
-    energy_A: float = 0.0
-    energy_B: float = 0.0
+    energy_A: float | Tensor = 0.0
+    energy_B: float | Tensor = 0.0
     C: Tensor | None = None
     exact: bool = False  # add the micro-batches' products in float64, so that their order does not show
     _pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @staticmethod
+    def alive(X: Tensor) -> Tensor:
+        """Which rows [..., d] say anything."""
+        return torch.linalg.vector_norm(X.to(torch.promote_types(X.dtype, torch.float32)), dim=-1) != 0
 
     @classmethod
     def numbers(cls, d_A: int, d_B: int) -> int:
@@ -95,8 +101,11 @@ class CrossCovariance:
         """How many it keeps of so many rows."""
         return rows * (d_A + d_B) if cls(d_A, d_B)._few(rows) else cls.numbers(d_A, d_B)
 
-    def add(self, X_A: Tensor, X_B: Tensor) -> None:
-        """Add token rows X_A [M, d_A] and X_B [M, d_B]."""
+    def add(self, X_A: Tensor, X_B: Tensor, chosen: Tensor | None = None) -> None:
+        """Add token rows X_A [M, d_A] and X_B [M, d_B].
+
+        `chosen` are the rows that are not zero, where the rows lie on a device: looking would make the host wait.
+        """
         if X_A.shape != (X_B.shape[0], self.d_A) or X_B.shape[1] != self.d_B:
             raise ValueError(
                 f"rows {tuple(X_A.shape)} and {tuple(X_B.shape)} do not fit a cross-covariance of "
@@ -105,25 +114,36 @@ class CrossCovariance:
         dtype = torch.promote_types(torch.promote_types(X_A.dtype, X_B.dtype), torch.float32)
         X_A, X_B = X_A.to(dtype), X_B.to(X_A.device, dtype)  # half precision overflows and forgets in sums
         norms_A, norms_B = torch.linalg.vector_norm(X_A, dim=1), torch.linalg.vector_norm(X_B, dim=1)
-        alive = (norms_A != 0) & (norms_B != 0)
-        if not bool(alive.all()):
-            X_A, X_B = X_A[alive], X_B[alive]
-        self.energy_A += float(norms_A.double().square().sum())
-        self.energy_B += float(norms_B.double().square().sum())
-        self.rows += X_A.shape[0]
-        if self.C is None and self._few(self.rows):
+        energies: list[Tensor | float] = [norms.double().square().sum() for norms in (norms_A, norms_B)]
+        if chosen is not None:
+            X_A, X_B = X_A.index_select(0, chosen), X_B.index_select(0, chosen)
+        elif X_A.device.type == "cpu":
+            alive = (norms_A != 0) & (norms_B != 0)
+            if not bool(alive.all()):
+                X_A, X_B = X_A[alive], X_B[alive]
+            energies = [float(energy) for energy in energies]
+        # All of it or nothing: where memory runs out, these rows come again. An energy stays on its device till asked.
+        energy_A, energy_B = self.energy_A + energies[0], self.energy_B + energies[1]
+        if self.C is None and self._few(self.rows + X_A.shape[0]):
             # Views of the model's activations must not outlive the micro-batch.
             self._pending.append((X_A.clone(), X_B.clone()))
-            return
-        self._pending.append((X_A, X_B))
-        self._sum_pending()
+        else:
+            self._sum_pending()
+            self._pending.append((X_A, X_B))
+            try:
+                self._sum_pending()
+            except torch.OutOfMemoryError:
+                self._pending.clear()
+                raise
+        self.energy_A, self.energy_B = energy_A, energy_B
+        self.rows += X_A.shape[0]
 
     def merge(self, other: CrossCovariance) -> None:
         """Add another part's sums to this one."""
         if (self.d_A, self.d_B) != (other.d_A, other.d_B):
             raise ValueError(f"cannot merge {other.d_A} x {other.d_B} into {self.d_A} x {self.d_B}")
-        self.energy_A += other.energy_A
-        self.energy_B += other.energy_B
+        self.energy_A = self.energy_A + other.energy_A
+        self.energy_B = self.energy_B + other.energy_B
         self.rows += other.rows
         self._pending.extend(other._pending)
         if self.C is None and other.C is None and self._few(self.rows):
@@ -151,6 +171,10 @@ class CrossCovariance:
         self, *, rank: RankPolicy = "range", tolerance: float = DEFAULT_TOLERANCE, factored: bool = False
     ) -> tuple[Map, Quality]:
         """The Procrustes map of what has been added, and how good it is."""
+        with full_precision():
+            return self._solve(rank, tolerance, factored)
+
+    def _solve(self, rank: RankPolicy, tolerance: float, factored: bool) -> tuple[Map, Quality]:
         S = self.ready()
         if S._pending and rank == "range":
             X_A, X_B = S._rows()
@@ -163,7 +187,8 @@ class CrossCovariance:
 
     def state(self) -> dict[str, Tensor]:
         """Tensors that hold all of it, for a safetensors file."""
-        state = {"numbers": torch.tensor([self.rows, self.energy_A, self.energy_B], dtype=torch.float64)}
+        numbers = [self.rows, float(self.energy_A), float(self.energy_B)]
+        state = {"numbers": torch.tensor(numbers, dtype=torch.float64)}
         if self.C is not None:
             state |= {name: getattr(self, name) for name in self.moments}
         elif self._pending:
@@ -186,7 +211,7 @@ class CrossCovariance:
 
         Moments are added in float64 and rounded once, after the sum: the number of processes does not show.
         """
-        mine = [self.rows, self.energy_A, self.energy_B, float(self.C is not None)]
+        mine = [self.rows, float(self.energy_A), float(self.energy_B), float(self.C is not None)]
         numbers = across.sum_everywhere(torch.tensor(mine, dtype=torch.float64))
         state = {"numbers": numbers[:3]}
         if not numbers[3] and self._few(int(numbers[0])):
@@ -212,20 +237,32 @@ class CrossCovariance:
         """Whether so many rows are kept as they are: they take less room than the matrix."""
         return rows * (self.d_A + self.d_B) <= self.d_A * self.d_B
 
+    @full_precision()
     def _sum_pending(self) -> None:
-        for X_A, X_B in self._pending:
-            self.C = self._plus(self.C, X_A, X_B)
-        self._pending.clear()
+        while self._pending:
+            sides = self._sides(*self._pending[0])
+            # What needs memory comes first: sums that there is no room for stay as they are.
+            made = {
+                name: (X.T @ Y).double() if self.exact else X.T @ Y
+                for name, (X, Y) in sides.items()
+                if self.exact or getattr(self, name) is None
+            }
+            for name, (X, Y) in sides.items():
+                total = getattr(self, name)
+                if total is None:
+                    setattr(self, name, made[name])
+                elif self.exact:
+                    total.add_(made[name])
+                else:
+                    total.addmm_(X.T, Y)  # one call a micro-batch, no temporary
+            del self._pending[0]
 
-    def _plus(self, total: Tensor | None, X: Tensor, Y: Tensor) -> Tensor:
-        """total + Xᵀ Y: one call a micro-batch, no temporary."""
-        if self.exact:
-            product = (X.T @ Y).double()
-            return product if total is None else total.add_(product)
-        return X.T @ Y if total is None else total.addmm_(X.T, Y)
+    def _sides(self, X_A: Tensor, X_B: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """The rows that each moment is a sum of products of."""
+        return {"C": (X_A, X_B)}
 
     def _quality(self, spectrum: Spectrum) -> Quality:
-        energy = (self.energy_A * self.energy_B) ** 0.5
+        energy = (float(self.energy_A) * float(self.energy_B)) ** 0.5
         similarity = min(1.0, spectrum.nuclear / energy) if energy > 0 else 0.0
         return Quality(
             rank=spectrum.rank,
@@ -265,7 +302,8 @@ def solve_all(
         ]
         if wrong:
             raise TaskferryError(f"{wrong[0]}: {NOT_FINITE}")
-        solved = procrustes_batch(C, rank=rank, tolerance=tolerance, factored=factored)
+        with full_precision():
+            solved = procrustes_batch(C, rank=rank, tolerance=tolerance, factored=factored)
         for other, S, (R, spectrum) in zip(alike, batch, solved, strict=True):
             yield other, R, S._quality(spectrum)
 

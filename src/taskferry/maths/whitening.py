@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from taskferry.maths.decompositions import by_eigh
-from taskferry.maths.procrustes import DEFAULT_TOLERANCE, NOT_FINITE, Map, RankPolicy, partial_isometry
+from taskferry.maths.procrustes import NOT_FINITE, Map, RankPolicy, partial_isometry
 from taskferry.maths.sums import CrossCovariance, Quality
 
 ROUNDING = 1e-6  # of the largest variance: what float32 sums leave of a direction that is not there
@@ -28,9 +28,15 @@ SHRINK = 0.01  # ε, as a share of the mean variance of a direction: what lies b
 class UnitRows(CrossCovariance):
     """Of rows of length one: a few tokens with large gradients must not speak for all."""
 
-    def add(self, X_A: Tensor, X_B: Tensor) -> None:
+    @staticmethod
+    def alive(X: Tensor) -> Tensor:
+        """Which rows [..., d] are more than rounding."""
+        X = X.to(torch.promote_types(X.dtype, torch.float32))
+        return ~_rounding(torch.linalg.vector_norm(X, dim=-1), X.dtype)
+
+    def add(self, X_A: Tensor, X_B: Tensor, chosen: Tensor | None = None) -> None:
         """Add token rows."""
-        super().add(unit(X_A), unit(X_B))
+        super().add(unit(X_A), unit(X_B), chosen)
 
 
 @dataclass
@@ -56,12 +62,10 @@ class Whitened(UnitRows):
         plain._pending = list(self._pending)
         return plain
 
-    def solve(
-        self, *, rank: RankPolicy = "range", tolerance: float = DEFAULT_TOLERANCE, factored: bool = False
-    ) -> tuple[Map, Quality]:
+    def _solve(self, rank: RankPolicy, tolerance: float, factored: bool) -> tuple[Map, Quality]:
         """The map of the whitened rows; rows that are still there are decomposed once, for whitening and map."""
         if rank == "full" or self.C is not None or not (self._pending and self.rows):
-            return super().solve(rank=rank, tolerance=tolerance, factored=factored)
+            return super()._solve(rank, tolerance, factored)
         X_A, X_B = self._rows()
         if not bool(torch.isfinite(X_A).all() and torch.isfinite(X_B).all()):
             raise ValueError(NOT_FINITE)
@@ -87,10 +91,9 @@ class Whitened(UnitRows):
                 plain.C = (W_A @ self.C.double() @ W_B).to(self.C.dtype)
         return plain
 
-    def _sum_pending(self) -> None:
-        for X_A, X_B in self._pending:
-            self.A, self.B = self._plus(self.A, X_A, X_A), self._plus(self.B, X_B, X_B)
-        super()._sum_pending()
+    def _sides(self, X_A: Tensor, X_B: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """With those of the second moments."""
+        return {"A": (X_A, X_A), "B": (X_B, X_B), **super()._sides(X_A, X_B)}
 
 
 def unit(X: Tensor) -> Tensor:
@@ -99,11 +102,15 @@ def unit(X: Tensor) -> Tensor:
     The gradient of the first token's query in a causal model is zero, and 1e-9 of the others in float32.
     """
     X = X.to(torch.promote_types(X.dtype, torch.float32))
-    eps = torch.finfo(X.dtype).eps  # of the arithmetic: a row of bfloat16 is rounded relative to itself alone
     norms = torch.linalg.vector_norm(X, dim=1, keepdim=True)
+    return torch.where(_rounding(norms, X.dtype), 0.0, X / norms.clamp_min(torch.finfo(X.dtype).tiny))
+
+
+def _rounding(norms: Tensor, precision: torch.dtype) -> Tensor:
+    """Which rows are no more than rounding, beside the longest; what is not finite stays, for the solver to refuse."""
     largest = torch.where(torch.isfinite(norms), norms, 0.0).amax() if len(norms) else norms.sum()
-    rounding = norms <= 16 * eps * largest  # what is not finite stays, for the solver to refuse
-    return torch.where(rounding, 0.0, X / norms.clamp_min(torch.finfo(X.dtype).tiny))
+    # Of the arithmetic: a row of bfloat16 is rounded relative to itself alone.
+    return norms <= 16 * torch.finfo(precision).eps * largest
 
 
 def inverse_root(S: Tensor) -> tuple[Tensor, float]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from taskferry.calibration.batch import Batch
 from taskferry.coverage import Coverage
-from taskferry.fitting.capture import Loss, device_of, evaluating
+from taskferry.fitting.capture import Loss
+from taskferry.fitting.models import device_of, evaluating
 from taskferry.fitting.objectives import Classifier, Objective
 from taskferry.fitting.scale import calibration_loss, moved_by
 from taskferry.methods import CannotMove, Job, Moved, Needs, Shown, TableRow, method, run

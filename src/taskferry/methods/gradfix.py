@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from taskferry.alignment import NO_CHANGE
 from taskferry.calibration.batch import Batch
 from taskferry.coverage import Coverage, Row
-from taskferry.fitting.capture import Loss, device_of, evaluating
+from taskferry.fitting.capture import Loss
+from taskferry.fitting.models import evaluating, place_of
 from taskferry.methods import Job, Moved, Needs, Shown, TableRow, method, need_equal_shapes
 from taskferry.taskvector import Delta, TaskVector, as_dense
 
@@ -57,15 +58,17 @@ def descent_signs(model: nn.Module, loss: Loss, batches: list[Batch], names: lis
     parameters = dict(model.named_parameters())
     chosen = [parameters[name] for name in names]
     before = [parameter.requires_grad for parameter in chosen]
-    device = device_of(model)
-    total = [torch.zeros_like(parameter) for parameter in chosen]
+    place = place_of(model)
+    total = [
+        torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)) for parameter in chosen
+    ]
     try:
         for parameter in chosen:
             parameter.requires_grad_(True)
         voters = batches if vote == "mean" else [one for batch in batches for one in singles(batch)]
         with evaluating(model):
             for batch in voters:
-                gradients = torch.autograd.grad(loss(batch.to(device)), chosen, allow_unused=True)
+                gradients = torch.autograd.grad(loss(batch.to(*place)), chosen, allow_unused=True)
                 for sum_, gradient in zip(total, gradients, strict=True):
                     if gradient is not None:
                         sum_ -= gradient.sign() if vote == "majority" else gradient

@@ -8,6 +8,7 @@ from torch import Tensor
 from taskferry.alignment import AlignedPair, Alignment
 from taskferry.coverage import Coverage, Row
 from taskferry.engines.pair import ModelPair, parameter_reasons, shapes
+from taskferry.fitting.models import device_of
 from taskferry.maths.procrustes import Map
 from taskferry.methods import Job, Moved, Needs, Shown, TableRow, method
 from taskferry.taskvector import Delta, LowRank, TaskVector
@@ -41,8 +42,11 @@ def naive(job: Job) -> Moved:
 def identity_alignment(pair: ModelPair) -> Alignment:
     """Maps that change no coordinate: a narrower space is padded with zeros, a wider one cropped."""
 
+    device = device_of(pair.source)
+
     def same(side: int) -> dict[str, Map]:
-        return {p.target.name: Map(R=torch.eye(p.source.shape[side], p.target.shape[side])) for p in pair.pairs}
+        sizes = {p.target.name: (p.source.shape[side], p.target.shape[side]) for p in pair.pairs}
+        return {name: Map(R=torch.eye(a, b, device=device)) for name, (a, b) in sizes.items()}
 
     return Alignment(
         pairs=tuple(AlignedPair(p.source, p.target, p.target.name, p.note) for p in pair.pairs),

@@ -33,7 +33,8 @@ Axis = tuple[str, int, Site | None, str]  # parameter, axis of the site's or par
 )
 def transfusion(job: Job, *, iterations: Annotated[int, "rounds over all spaces, at most"] = 30) -> Moved:
     """Permute the source's units onto the target's, then add the permuted change. Needs no calibration set."""
-    A, B = (dict(model.named_parameters()) for model in (job.source, job.target))
+    # In the host's memory, where units are assigned: the two models may be on two devices.
+    A, B = ({n: p.detach().cpu() for n, p in model.named_parameters()} for model in (job.source, job.target))
     stay = need_equal_shapes("transfusion", job)
     spaces = Spaces.of(job.source).among({n for n, p in A.items() if n in B and p.shape == B[n].shape})
     order = match_permutations(spaces, A, B, iterations)

@@ -67,7 +67,9 @@ class TokenMatch:
     keep: Tensor | None = None  # [L_B] or [n, L_B]; None keeps all
 
     def source(self, x: Tensor) -> Tensor:
-        """[n, L_A, d_A] to [M, d_A]."""
+        """[n, L_A, d_A] to [M, d_A]; what is resized or averaged is in float32 at least."""
+        if self.weights is not None and x.dtype.itemsize < 4:
+            x = x.float()
         if isinstance(self.weights, GridResize):
             x = self.weights(x)
         elif self.weights is not None:

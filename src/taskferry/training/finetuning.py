@@ -27,7 +27,8 @@ from taskferry.display.bars import Tell, told
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.pool import Data, LazyBatches
 from taskferry.evaluation.scoring import evaluate
-from taskferry.fitting.capture import Loss, device_of
+from taskferry.fitting.capture import Loss
+from taskferry.fitting.models import device_of
 from taskferry.fitting.objectives import Classifier, NewHead, Objective
 from taskferry.settings import Settings
 

@@ -22,8 +22,9 @@ from taskferry.calibration.batch import IGNORED, Batch, Calibration
 from taskferry.calibration.vocabulary import translation
 from taskferry.engines.pair import ModelPair
 from taskferry.errors import TaskferryError
-from taskferry.fitting.capture import Loss, device_of, evaluating
+from taskferry.fitting.capture import Loss
 from taskferry.fitting.language import expected, is_sequence_to_sequence, logits_at
+from taskferry.fitting.models import device_of, evaluating
 from taskferry.fitting.objectives import Classifier, LanguageModel, Logits, Objective
 from taskferry.fitting.scale import moved_by
 from taskferry.sites import family_of

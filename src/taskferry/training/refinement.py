@@ -22,7 +22,7 @@ from taskferry.calibration.batch import Batch, Calibration
 from taskferry.engines.pair import ModelPair
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.pool import LazyBatches
-from taskferry.fitting.capture import evaluating
+from taskferry.fitting.models import evaluating
 from taskferry.fitting.objectives import LanguageModel, Objective
 from taskferry.fitting.scale import calibration_loss
 from taskferry.settings import Settings

@@ -1,0 +1,106 @@
+"""Speed, memory and equality on a real GPU: the row that a contributor sends in.
+
+    python benchmarks/speed/gpu.py [--quick] [--device cuda:0] [--json row.json]
+
+Two Llamas of random weights, moved by BiCo: once on the CPU in float32, then on the device in float32 and bfloat16. The
+row says how long each stage takes, how much memory of the device it takes, and how far the moved change lies from the
+CPU's. Nothing is downloaded. Send the row (the JSON, or the Markdown that is printed) with an issue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from torch import nn
+
+from benchmarks.shared import common
+from benchmarks.speed.growth import llama, tokens
+from taskferry import TaskVector, __version__, fit
+from taskferry.fitting.objectives import LanguageModel
+
+FULL = {"width": 1024, "depth": 4, "length": 128, "samples": 32}
+QUICK = {"width": 64, "depth": 1, "length": 16, "samples": 8}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small models: whether it runs, not how fast")
+    parser.add_argument("--device", default="cuda", help="where to run")
+    parser.add_argument("--json", type=Path, help="write the row here")
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        sys.exit("no GPU that this torch can use: run it where torch.cuda.is_available() is true")
+    row = measure(device, QUICK if given.quick else FULL)
+    print(common.table(["precision", "capture, solve s", "apply s", "device memory MiB", "off the CPU's"], lines(row)))
+    if given.json is not None:
+        given.json.write_text(json.dumps(row, indent=1) + "\n")
+
+
+def measure(device: torch.device, size: dict[str, int]) -> dict[str, Any]:
+    """The row of one device."""
+    torch.manual_seed(0)
+    A, B = llama(size["width"], size["depth"]), llama(size["width"] + size["width"] // 4, size["depth"])
+    generator = torch.Generator().manual_seed(1)
+    tau = TaskVector(
+        {n: 0.01 * torch.randn(p.shape, generator=generator) for n, p in A.named_parameters() if "proj" in n}
+    )
+    samples = tokens(size["samples"], size["length"])
+    expected = stages(A, B, samples, tau)["moved"]
+    row: dict[str, Any] = {
+        "taskferry": __version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or device.type,
+        "models": size,
+        "rows": [],
+    }
+    for dtype in (torch.float32, torch.bfloat16):
+        models = [copy.deepcopy(model).to(device, dtype) for model in (A, B)]
+        stages(models[0], models[1], samples, tau)  # kernels are loaded and chosen in a first run
+        memory = torch.get_device_module(device) if device.type != "cpu" else None
+        if memory is not None:
+            memory.reset_peak_memory_stats(device)
+        found = stages(models[0], models[1], samples, tau)
+        moved = found.pop("moved")
+        off = (TaskVector({n: d.cpu() for n, d in moved.dense().deltas.items()}) - expected.dense()).norm()
+        peak = 0 if memory is None else memory.max_memory_allocated(device)
+        row["rows"].append({"dtype": str(dtype), **found, "memory_bytes": peak, "off": off / expected.norm()})
+    return row
+
+
+def stages(A: nn.Module, B: nn.Module, samples: Any, tau: TaskVector) -> dict[str, Any]:
+    """Seconds of both stages, and what was moved."""
+    started = time.perf_counter()
+    alignment = fit(A, B, samples, LanguageModel())
+    wait(A)
+    fitted = time.perf_counter()
+    moved = alignment.apply(tau)
+    wait(A)
+    return {"fit": fitted - started, "apply": time.perf_counter() - fitted, "moved": moved}
+
+
+def wait(model: nn.Module) -> None:
+    device = next(model.parameters()).device
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def lines(row: dict[str, Any]) -> list[list[str]]:
+    return [
+        [each["dtype"].removeprefix("torch."), f"{each['fit']:.2f}", f"{each['apply']:.2f}",
+         f"{each['memory_bytes'] / 2**20:.0f}", f"{each['off']:.2g}"] for each in row["rows"]
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
