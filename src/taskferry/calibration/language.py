@@ -40,11 +40,7 @@ class _Place:
 def segments_of(row: Mapping[str, Any]) -> list[Segment]:
     """A row of a file: `messages`, `prompt` with `completion`, or `text`."""
     if row.get("messages") is not None:
-        messages = row["messages"]
-        if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages) or not all(
-            isinstance(m.get("content"), str) for m in messages
-        ):
-            raise TaskferryError("messages need a role and a text content each: [{'role': 'user', 'content': '…'}, …]")
+        messages = messages_of(row)
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
         if last < 0:
             raise TaskferryError("a chat without an answer of the assistant has nothing to learn from")
@@ -54,6 +50,16 @@ def segments_of(row: Mapping[str, Any]) -> list[Segment]:
     if not isinstance(row.get("text"), str):
         raise TaskferryError("a row has neither text, nor prompt and completion, nor messages")
     return [Segment(row["text"])]
+
+
+def messages_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of a chat, checked."""
+    messages = row["messages"]
+    if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages) or not all(
+        isinstance(m.get("content"), str) for m in messages
+    ):
+        raise TaskferryError("messages need a role and a text content each: [{'role': 'user', 'content': '…'}, …]")
+    return list(messages)
 
 
 def language_calibration(

@@ -9,14 +9,14 @@ from pydantic import Field, field_validator, model_validator
 from taskferry.engines.ranks import started_by_torchrun
 from taskferry.errors import TaskferryError
 from taskferry.methods import Method, find, published
-from taskferry.settings import CalibrationSettings, MapSettings, OutputSettings, Scale, Writing, parse
+from taskferry.settings import GenerationSettings, MapSettings, OutputSettings, Scale, Writing, parse
 from taskferry.training.refinement import Refinement
 
 DEFAULT_METHOD = "twofold"
 _SHARED = ("map_rank", "tolerance")  # settings of the command that a method may have too
 
 
-class MethodSettings(CalibrationSettings, MapSettings):
+class MethodSettings(GenerationSettings, MapSettings):
     """What is moved from where to where, and how."""
 
     source_base: str = Field(description="the base model that was tuned")
@@ -134,6 +134,11 @@ class TransferSettings(MethodSettings, OutputSettings, Writing):
         wrong = []
         if self.labels == "teacher":
             wrong.append("the tuned source cannot label the samples: give labels or completions")
+        if self.generates:
+            wrong.append(
+                "the tuned source cannot write samples: give --calibration a file, such as the calibration.jsonl of a "
+                "transfer with whole models"
+            )
         if self.sampler.startswith("centroid"):
             wrong.append("samples are not chosen by features: give another --sampler")
         if self.as_task_vector or self.as_lora or self.as_model:
