@@ -155,8 +155,7 @@ def _opening(tokenizer: Any, text: str, before: Sequence[Segment], role: str) ->
 def _encode(
     tokenizer: Any, texts: list[str], max_length: int, chat: bool = False, keep_end: bool = False
 ) -> dict[str, Tensor]:
-    if not getattr(tokenizer, "is_fast", False):
-        raise TaskferryError("a fast tokenizer is needed, for its character offsets: this model has none")
+    check_fast(tokenizer)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     # Of a prompt and its answer the end matters: cut the beginning.
@@ -174,6 +173,12 @@ def _encode(
     finally:
         tokenizer.truncation_side = side
     return dict(encoded)
+
+
+def check_fast(tokenizer: Any) -> None:
+    """Tokens are paired by the characters that they stand for."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise TaskferryError("a fast tokenizer is needed, for its character offsets: this model has none")
 
 
 def _spans(offsets: Tensor, places: Sequence[Sequence[_Place]]) -> tuple[Tensor, Tensor]:

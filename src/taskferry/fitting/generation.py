@@ -22,7 +22,7 @@ import torch
 from taskferry.calibration.choices import FREE, OWN
 from taskferry.calibration.data import Samples, load_samples
 from taskferry.calibration.forms import Kind, Row
-from taskferry.calibration.language import messages_of
+from taskferry.calibration.language import check_fast, messages_of
 from taskferry.calibration.samplers import choose
 from taskferry.checkpoints import Loaded, Tuned
 from taskferry.errors import TaskferryError
@@ -202,6 +202,8 @@ def _kind(settings: GenerationSettings, source: Loaded, target: Loaded) -> tuple
             f"--calibration generate: {source.given} is a {type(source.model).__name__}, which writes no text: give "
             "texts or pictures with --calibration, which the tuned source labels with --labels teacher"
         )
+    for loaded in (source, target):
+        check_fast(loaded.tokenizer())
     chats = [loaded for loaded in (source, target) if getattr(loaded.tokenizer(), "chat_template", None)]
     if settings.prompts in (FREE, OWN):
         if language == "sequence":

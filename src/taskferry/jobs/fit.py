@@ -52,8 +52,9 @@ def fit_alignment(
         if models.drawn is not None:
             samples = {**alignment.provenance["calibration"], "generated": dict(models.drawn.how)}
             alignment = replace(alignment, provenance={**alignment.provenance, "calibration": samples})
-            write_text(beside(settings.out), models.drawn.lines())
         alignment.save(settings.out)
+        if models.drawn is not None:
+            write_text(beside(settings.out), models.drawn.lines())
     return alignment
 
 
