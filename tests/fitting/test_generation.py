@@ -156,7 +156,7 @@ def test_chats_are_answered_from_their_last_question(models: Models, tmp_path: P
 def test_an_encoder_decoder_answers_prompts(tmp_path: Path) -> None:
     torch.manual_seed(0)
     for name, width in (("a", 16), ("b", 24)):
-        size = {"vocab_size": 400, "initializer_range": 0.2, "decoder_start_token_id": 0}
+        size = {"vocab_size": 400, "d_kv": 4, "d_ff": 32, "num_decoder_layers": 2, "decoder_start_token_id": 0}
         folders.save(hf("T5ForConditionalGeneration", width, 2, **size), tmp_path / name)
     folders.shifted(tmp_path / "a", tmp_path / "tuned")
     A, B = load_model(str(tmp_path / "a")), load_model(str(tmp_path / "b"))
