@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from taskferry.calibration.choices import LabelSource, ObjectiveName, Sampler
+from taskferry.calibration.choices import FREE, GENERATE, OWN, LabelSource, ObjectiveName, Sampler
 from taskferry.errors import TaskferryError
 from taskferry.maths.procrustes import DEFAULT_TOLERANCE
 
@@ -45,7 +45,7 @@ class CalibrationSettings(Settings):
     samples: int = Field(100, ge=2, description="how many samples to use")
     per_class: int | None = Field(None, ge=1, description="samples of each class instead of a total number")
     sampler: Sampler = Field("random", description="how samples are chosen")
-    seed: int = Field(0, description="for choosing samples")
+    seed: int = Field(0, description="for choosing or generating samples")
     labels: LabelSource = Field("auto", description="from the data, or from the tuned source (teacher)")
     label_column: str = Field("label", description="the column with the class")
     objective: ObjectiveName = Field("auto", description="the loss whose gradient is taken")
@@ -75,6 +75,48 @@ class PairPlaceSettings(PlaceSettings):
     def devices(self) -> tuple[str, str]:
         """Of the source and of the target."""
         return self.source_device or self.device, self.target_device or self.device
+
+
+class GenerationSettings(CalibrationSettings):
+    """How the tuned source writes samples where there are none."""
+
+    panel: ClassVar[str] = "Generated samples"
+
+    calibration: str = Field(
+        description=f"JSONL, CSV, Parquet, image folder, hub dataset id, or {GENERATE}: the tuned source writes samples"
+    )
+    prompts: str = Field(
+        FREE,
+        description=f"what they begin with: {FREE}, {OWN} (a prompt that it makes up), or a file with a column prompt",
+    )
+    temperature: float = Field(1.0, gt=0, le=10, description="of drawing their tokens; 1 is the model's own")
+
+    @property
+    def generates(self) -> bool:
+        """Whether samples are written."""
+        return self.calibration == GENERATE
+
+    @property
+    def data(self) -> dict[str, str]:
+        """The files or datasets that samples come from, by setting."""
+        if not self.generates:
+            return {"calibration": self.calibration}
+        return {} if self.prompts in (FREE, OWN) else {"prompts": self.prompts}
+
+    @model_validator(mode="after")
+    def _generated(self) -> GenerationSettings:
+        defaults = type(self).model_fields
+        if not self.generates:
+            asked = [name for name in ("prompts", "temperature") if getattr(self, name) != defaults[name].default]
+            if asked:
+                raise ValueError(f"{asked[0]} is of generated samples: give --calibration {GENERATE}, or leave it out")
+        elif self.labels == "data" or self.per_class is not None or self.sampler != "random":
+            raise ValueError(
+                "generated samples have no labels but the tuned source's: leave labels, per_class and sampler out"
+            )
+        elif getattr(self, "source_tuned", None) is None:
+            raise ValueError(f"--calibration {GENERATE}: the tuned source writes the samples: give --source-tuned")
+        return self
 
 
 class MapSettings(Settings):

@@ -77,6 +77,17 @@ def test_openclip_folders(tmp_path: Path) -> None:
     assert not torch.equal(written["visual.proj"], before["visual.proj"])
     taught = taskferry("transfer", *given, *data, "--labels", "teacher", "--out", tmp_path / "taught")
     assert taught.json["calibration"]["labels"] == "from the tuned source (teacher)"
+    # Pictures of another domain, in no folders of classes: what they show, the tuned source says.
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "classes.json").write_text('["cat", "dog", "tree"]')
+    for i in range(9):
+        grey = bytes((20 * i + x * y) % 256 for x in range(30) for y in range(30))
+        image.frombytes("L", (30, 30), grey).save(tmp_path / "others" / f"{i}.png")
+    other = ["--calibration", tmp_path / "others", "--labels", "teacher", "--scale", 1, "--json"]
+    foreign = taskferry("transfer", *given, *other, "--out", tmp_path / "foreign").json
+    assert foreign["calibration"]["labels"] == "from the tuned source (teacher)"
+    assert foreign["calibration"]["samples"] == 9
+    assert foreign["verdict"]["moved"] == ran.json["verdict"]["moved"]
     near = taskferry(
         "fit",
         *given,

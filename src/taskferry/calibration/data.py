@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from taskferry.calibration.bounds import check_data_file, open_picture
+from taskferry.calibration.choices import GENERATE
 from taskferry.calibration.forms import Kind, unified
 from taskferry.disk.files import MOST_JSON, writing
 from taskferry.disk.temporary import sweep, temporary_folder
@@ -167,6 +168,8 @@ def _load(given: str, cache: str, split: str, config: str | None) -> Any:
         raise
     except Exception as error:  # the library raises many kinds; all mean that the data cannot be read
         raise TaskferryError(f"{given} cannot be read: {_line(error)}") from error
+    if given == GENERATE:
+        raise TaskferryError(f"only transfer, fit and plan {GENERATE} samples: give a file in its place")
     raise TaskferryError(f"{given} does not exist")
 
 

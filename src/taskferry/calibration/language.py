@@ -40,11 +40,7 @@ class _Place:
 def segments_of(row: Mapping[str, Any]) -> list[Segment]:
     """A row of a file: `messages`, `prompt` with `completion`, or `text`."""
     if row.get("messages") is not None:
-        messages = row["messages"]
-        if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages) or not all(
-            isinstance(m.get("content"), str) for m in messages
-        ):
-            raise TaskferryError("messages need a role and a text content each: [{'role': 'user', 'content': '…'}, …]")
+        messages = messages_of(row)
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
         if last < 0:
             raise TaskferryError("a chat without an answer of the assistant has nothing to learn from")
@@ -54,6 +50,16 @@ def segments_of(row: Mapping[str, Any]) -> list[Segment]:
     if not isinstance(row.get("text"), str):
         raise TaskferryError("a row has neither text, nor prompt and completion, nor messages")
     return [Segment(row["text"])]
+
+
+def messages_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of a chat, checked."""
+    messages = row["messages"]
+    if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages) or not all(
+        isinstance(m.get("content"), str) for m in messages
+    ):
+        raise TaskferryError("messages need a role and a text content each: [{'role': 'user', 'content': '…'}, …]")
+    return list(messages)
 
 
 def language_calibration(
@@ -149,8 +155,7 @@ def _opening(tokenizer: Any, text: str, before: Sequence[Segment], role: str) ->
 def _encode(
     tokenizer: Any, texts: list[str], max_length: int, chat: bool = False, keep_end: bool = False
 ) -> dict[str, Tensor]:
-    if not getattr(tokenizer, "is_fast", False):
-        raise TaskferryError("a fast tokenizer is needed, for its character offsets: this model has none")
+    check_fast(tokenizer)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     # Of a prompt and its answer the end matters: cut the beginning.
@@ -168,6 +173,12 @@ def _encode(
     finally:
         tokenizer.truncation_side = side
     return dict(encoded)
+
+
+def check_fast(tokenizer: Any) -> None:
+    """Tokens are paired by the characters that they stand for."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise TaskferryError("a fast tokenizer is needed, for its character offsets: this model has none")
 
 
 def _spans(offsets: Tensor, places: Sequence[Sequence[_Place]]) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from taskferry.calibration.choices import WRITTEN
 from taskferry.checkpoints.folders import check_folder, check_inside
 from taskferry.checkpoints.loaded import Loaded, as_stored
 from taskferry.checkpoints.quantised import (
@@ -31,6 +32,7 @@ from taskferry.errors import TaskferryError, first_line
 from taskferry.taskvector import TaskVector
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.index.json", "*.gguf")
+_OURS = ("README.md", "taskferry.json", "taskferry.yaml", WRITTEN)  # of an output
 MOST_LAYERS = 1000
 _TEXT = ("*.json", "*.txt", "*.model", "*.jinja")
 
@@ -130,7 +132,7 @@ def write(target: Loaded, tau: TaskVector, folder: Path) -> None:
 def copy_side_files(source: Path, folder: Path) -> None:
     """Configuration, tokenizer, processor, templates; no weights and no card, those are this output's own."""
     for file in sorted(source.iterdir()):
-        skip = file.name in ("README.md", "taskferry.json", "taskferry.yaml") or any(file.match(w) for w in _WEIGHTS)
+        skip = file.name in _OURS or any(file.match(w) for w in _WEIGHTS)
         if file.name.startswith(".") or skip:
             continue
         if file.is_symlink():

@@ -64,6 +64,13 @@ def process_group(timeout: float = TIMEOUT) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def from_everyone(value: T) -> list[T]:
+    """What each rank has, in the order of their numbers; inside `process_group`."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
 class RankedPair(WholePair):
     """Whole models in every process, or their blocks sharded over them; inside `process_group`."""
 
@@ -158,9 +165,7 @@ class RankedPair(WholePair):
         return said[0]
 
     def _union(self, reads: dict[str, str]) -> dict[str, str]:
-        everyone: list[dict[str, str]] = [{} for _ in range(self.size)]
-        dist.all_gather_object(everyone, reads)
-        return {name: key for each in reversed(everyone) for name, key in each.items()}
+        return {name: key for each in reversed(from_everyone(reads)) for name, key in each.items()}
 
     def _to_owners(self, sums: dict[str, CrossCovariance]) -> dict[str, CrossCovariance]:
         """The whole sums of the sites that this rank owns; consumes all."""
@@ -175,6 +180,5 @@ class RankedPair(WholePair):
 
     def _agree(self, sums: dict[str, CrossCovariance]) -> list[tuple[str, type[CrossCovariance], int, int]]:
         """Sites that any rank has seen, in one order for all."""
-        seen: list[list[Any]] = [[] for _ in range(self.size)]
-        dist.all_gather_object(seen, [(key, type(S), S.d_A, S.d_B) for key, S in sums.items()])
+        seen = from_everyone([(key, type(S), S.d_A, S.d_B) for key, S in sums.items()])
         return list(dict.fromkeys(entry for entries in seen for entry in entries))

@@ -18,7 +18,12 @@ from taskferry.sites import family_of
 
 def is_language_model(model: nn.Module) -> bool:
     """Whether the model predicts tokens."""
-    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+    return is_language_class(type(model).__name__)
+
+
+def is_language_class(name: str) -> bool:
+    """Whether models of a class predict tokens, by its name."""
+    return name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
 
 
 def is_sequence_to_sequence(model: nn.Module) -> bool:

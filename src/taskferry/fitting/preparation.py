@@ -6,10 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +18,10 @@ from taskferry.calibration.builders import image_calibration, text_calibration
 from taskferry.calibration.data import Samples, load_samples, picture
 from taskferry.calibration.language import Segment, language_calibration, segments_of, sequence_calibration
 from taskferry.calibration.samplers import choose
-from taskferry.checkpoints import Loaded, Tuned, load_model
+from taskferry.checkpoints import Loaded, Tuned
 from taskferry.errors import TaskferryError
 from taskferry.fitting.language import is_language_model, is_sequence_to_sequence
-from taskferry.fitting.models import device_of, place_of, wide
+from taskferry.fitting.models import place_of, wide
 from taskferry.fitting.objectives import (
     Classifier,
     CrossProbe,
@@ -35,7 +33,7 @@ from taskferry.fitting.objectives import (
     ZeroShot,
     teacher_labels,
 )
-from taskferry.fitting.scale import moved_by
+from taskferry.fitting.teacher import complete, is_blank, teacher_model
 from taskferry.settings import CalibrationSettings
 from taskferry.sites import family_of
 
@@ -188,7 +186,7 @@ def _language(
             raise TaskferryError(f"{settings.calibration}: {len(asked)} rows have no completion: use --labels teacher")
         if asked:
             origin = f"{len(asked)} completions of the tuned source (teacher)"
-            with _teacher_model(source, tuned) as teacher:
+            with teacher_model(source, tuned) as teacher:
                 answers = complete(teacher, tokenizer_A, [row["prompt"] for row in asked])
             for row, completion in zip(asked, answers, strict=True):
                 row["completion"] = completion
@@ -211,31 +209,6 @@ def _builder(kind: str | None, samples: Samples) -> Callable[..., Calibration]:
     if samples.kind != "prompt":
         raise TaskferryError("an encoder-decoder needs the columns prompt and completion")
     return sequence_calibration
-
-
-@torch.no_grad()
-def complete(model: torch.nn.Module, tokenizer: Any, prompts: Sequence[str], length: int = 64) -> list[str]:
-    """What a language model answers, greedily."""
-    completions = []
-    generator: Any = model
-    for prompt in prompts:
-        inputs = tokenizer(prompt, return_tensors="pt").to(device_of(model))
-        output = generator.generate(
-            **inputs, max_new_tokens=length, do_sample=False, pad_token_id=tokenizer.eos_token_id
-        )
-        text = tokenizer.decode(output[0], skip_special_tokens=True)
-        if not is_sequence_to_sequence(model):
-            # Decoded as a whole: a piece on its own may lose the space before it.
-            text = text[len(tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)) :]
-        completions.append(text)
-    if all(map(is_blank, completions)):
-        raise TaskferryError("the tuned source answers every prompt with nothing: give completions in the data")
-    return completions
-
-
-def is_blank(answer: str) -> bool:
-    """Whether an answer says nothing: a broken character does not either, and some tokenizers drop it."""
-    return not answer.replace("\ufffd", "").strip()
 
 
 def _objectives(
@@ -291,7 +264,7 @@ def _teacher(
     settings: CalibrationSettings, calibration: Calibration, samples: Samples, source: Loaded, tuned: Tuned | None
 ) -> Tensor:
     """Classes predicted by the tuned source: with its own head, or its zero-shot head."""
-    with _teacher_model(source, tuned) as teacher:
+    with teacher_model(source, tuned) as teacher:
         if samples.classes and has_text_tower(source):
             # The head of the base: its text tower may have been tuned, the classes are what it was asked for.
             return teacher_labels(teacher, calibration.side(0), zero_shot(source, samples.classes, settings.templates))
@@ -302,23 +275,6 @@ def _teacher(
                 "labels: give labels, or a tuned model with its classification head"
             )
         return teacher_labels(teacher, calibration.side(0), Head())
-
-
-@contextmanager
-def _teacher_model(source: Loaded, tuned: Tuned | None) -> Iterator[torch.nn.Module]:
-    """The tuned source: base + τ where that is all of it, or as it was saved, with its head."""
-    if tuned is None:
-        raise TaskferryError("labels from the teacher need the tuned source: give --source-tuned")
-    if any("modules_to_save" in reason for reason in tuned.ignored.values()):
-        raise TaskferryError(
-            f"{tuned.given} brings a head of its own, which its base lacks: give labels, or the merged model"
-        )
-    if tuned.adapter is not None or not Path(tuned.given).is_dir() or not (tuned.ignored or source.absent):
-        with moved_by(source.model, tuned.tau) as set_scale:
-            set_scale(1.0)
-            yield source.model
-    else:
-        yield load_model(tuned.given, dtype=source.precision).model.to(device_of(source.model))
 
 
 def _features(samples: Samples, loaded: Loaded, *, max_length: int, micro_batch: int) -> Tensor:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from taskferry.calibration.choices import WRITTEN
 from taskferry.errors import TaskferryError
 
 if TYPE_CHECKING:
@@ -160,7 +161,10 @@ def push(
 
 
 def _with_base(folder: Path, copy: Path, base: str) -> Path:
-    """The folder with the base's name in card and adapter; weights are linked, not copied."""
+    """The folder with the base's name in card and adapter; weights are linked, not copied.
+
+    Generated samples stay here: a fine-tune may write down what it was tuned on.
+    """
 
     def take(source: str, target: str) -> None:
         if source.endswith((".safetensors", ".bin")):
@@ -168,7 +172,7 @@ def _with_base(folder: Path, copy: Path, base: str) -> Path:
         else:
             shutil.copyfile(source, target)
 
-    shutil.copytree(folder, copy, copy_function=take)
+    shutil.copytree(folder, copy, copy_function=take, ignore=shutil.ignore_patterns(WRITTEN))
     adapter = copy / "adapter_config.json"
     card = read_card(copy)
     card.data["base_model"] = base

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from taskferry.calibration.batch import Batch
@@ -28,6 +28,10 @@ class Plan:
     def seconds(self) -> float:
         """All stages together."""
         return sum(self.stages.values())
+
+    def after(self, stage: str, seconds: float | None) -> Plan:
+        """With a stage before all others, where there is one."""
+        return self if seconds is None else replace(self, stages={stage: seconds, **self.stages})
 
 
 def apply_cost(source: tuple[int, int], target: tuple[int, int]) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from taskferry.alignment import Alignment
+from taskferry.disk.files import write_text
 from taskferry.disk.staging import check_free
 from taskferry.engines.ranks import rank_and_size
 from taskferry.errors import TaskferryError
-from taskferry.fitting.preparation import Prepared
+from taskferry.fitting.generation import beside
 from taskferry.jobs.cost import Plan
-from taskferry.jobs.opening import opened
+from taskferry.jobs.opening import Opened, opened
 from taskferry.jobs.plan import plan_job
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import FitSettings, PlanSettings
@@ -28,14 +31,16 @@ def fit_alignment(
             "weights stay as they are: leave --source-tuned out, or --shard"
         )
     check_free(settings.out)
+    if settings.generates:
+        check_free(beside(settings.out))
     with opened(settings, reporter, settings.out, dry_run=dry_run) as models:
         job = Job(models.pair, models.tuned.tau, every_site=True)
         if reporter.wants_plan and models.first:
-            lines = sample_lines(models.prepared)
+            lines = sample_lines(models)
             size = rank_and_size()[1]
             if size > 1:
                 lines["processes"] = f"{size}, which share passes and maps; the time below is that of one"
-            reporter.plan(plan_job(job, method, own), lines)
+            reporter.plan(models.planned(plan_job(job, method, own)), lines)
         if dry_run:
             return None
         if settings.shard:
@@ -44,20 +49,26 @@ def fit_alignment(
         if not models.first or alignment is None:
             return None
         models.inputs.check()
+        if models.drawn is not None:
+            samples = {**alignment.provenance["calibration"], "generated": dict(models.drawn.how)}
+            alignment = replace(alignment, provenance={**alignment.provenance, "calibration": samples})
         alignment.save(settings.out)
+        if models.drawn is not None:
+            write_text(beside(settings.out), models.drawn.lines())
     return alignment
 
 
 def plan_transfer(settings: PlanSettings, reporter: Reporter) -> Plan:
     """What moving would cost; nothing is written."""
     method, own = settings.chosen()
-    with opened(settings, reporter, None) as models:
+    with opened(settings, reporter, None, dry_run=True) as models:
         job = Job(models.pair, models.tuned.tau, every_site=settings.source_tuned is None)
-        plan = plan_job(job, method, own, scale="auto")
-        reporter.plan(plan, {"method": method.name, **sample_lines(models.prepared)})
+        plan = models.planned(plan_job(job, method, own, scale="auto"))
+        reporter.plan(plan, {"method": method.name, **sample_lines(models)})
     return plan
 
 
-def sample_lines(prepared: Prepared) -> dict[str, str]:
+def sample_lines(models: Opened) -> dict[str, str]:
     """Of a plan."""
-    return {"labels": prepared.labels, "samples": str(prepared.calibration.samples)}
+    samples = str(models.prepared.calibration.samples) if models.drawn is None else models.drawn.told
+    return {"labels": models.prepared.labels, "samples": samples}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,10 +20,12 @@ from taskferry.disk.temporary import sweep, temporary_folder
 from taskferry.engines.blocks import BlockPair
 from taskferry.engines.lazy import Difference, LazyModel
 from taskferry.engines.pair import ModelPair, Work
-from taskferry.engines.ranks import RankedPair, process_group, rank_and_size, started_by_torchrun
+from taskferry.engines.ranks import RankedPair, from_everyone, process_group, rank_and_size, started_by_torchrun
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
+from taskferry.fitting.generation import STAGE, Drawn, draw
 from taskferry.fitting.preparation import Prepared, prepare
+from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import FitSettings, MethodSettings, PlanSettings, TransferSettings
 from taskferry.taskvector import TaskVector
@@ -42,6 +44,11 @@ class Opened:
     inputs: Inputs
     first: bool = True  # whether this process writes
     models: tuple[Loaded, ...] = ()  # in memory
+    drawn: Drawn | None = None  # samples that were not given
+
+    def planned(self, plan: Plan) -> Plan:
+        """With the drawing of samples, where that is still to come."""
+        return plan if self.drawn is None else plan.after(STAGE, self.drawn.seconds)
 
     def shard(self, devices: tuple[str, str]) -> None:
         """Spread the weights of the blocks over the ranks, which then reach their devices."""
@@ -57,7 +64,7 @@ def opened(settings: Settings, reporter: Reporter, out: Path | None, *, dry_run:
     engine = settings.engine_name
     given = {name: getattr(settings, name) for name in ("source_base", "source_tuned", "target_base")}
     found = {name: resolve(value) for name, value in given.items() if value is not None}
-    inputs = Inputs(**found, calibration=settings.calibration)
+    inputs = Inputs(**found, **settings.data)
     first = rank_and_size()[0] == 0
     with ExitStack() as stack, _room(engine):
         # Only the first rank stores what is finished, and takes it away.
@@ -68,7 +75,7 @@ def opened(settings: Settings, reporter: Reporter, out: Path | None, *, dry_run:
                 raise ValueError("block by block needs a place beside its output")
             yield _on_disk(settings, stack.enter_context(_scratch(out)), work, inputs)
         else:
-            yield _in_memory(settings, stack, work, inputs, first)
+            yield _in_memory(settings, stack, work, inputs, trial=dry_run or out is None)
 
 
 @contextmanager
@@ -86,7 +93,8 @@ def _room(engine: str) -> Iterator[None]:
         raise TaskferryError(f"the memory of the device does not hold this: {less}") from error
 
 
-def _in_memory(settings: Settings, stack: ExitStack, work: Work, inputs: Inputs, first: bool) -> Opened:
+def _in_memory(settings: Settings, stack: ExitStack, work: Work, inputs: Inputs, *, trial: bool) -> Opened:
+    """With `trial` no more samples are generated than a plan needs."""
     shard = isinstance(settings, FitSettings) and settings.shard
     if shard and not started_by_torchrun():
         raise TaskferryError("--shard spreads a model over processes: start them with torchrun, or leave it out")
@@ -94,14 +102,30 @@ def _in_memory(settings: Settings, stack: ExitStack, work: Work, inputs: Inputs,
     devices = ("cpu", "cpu") if shard else settings.devices
     source, target = load_pair(settings.source_base, settings.target_base, devices, settings.dtype)
     tuned = _tuned(settings.source_tuned, source)
-    prepared = prepare(settings, source, target, tuned if settings.source_tuned is not None else None)
-    pair: WholePair
-    if started_by_torchrun():
+    reference = tuned if settings.source_tuned is not None else None
+    several, rank = started_by_torchrun(), rank_and_size()[0]
+    if several:
         stack.enter_context(process_group())
+    drawn = None
+    if settings.generates:
+        drawn = draw(
+            settings, source, target, reference, trial=trial, progress=work.progress, rank=rank,
+            everyone=from_everyone if several else None,
+        )  # fmt: skip
+    prepared = _prepared(settings, source, target, reference, drawn)
+    pair: WholePair
+    if several:
         pair = RankedPair(source.model, target.model, prepared.calibration, prepared.objectives, work=work)
     else:
         pair = WholePair(source.model, target.model, prepared.calibration, prepared.objectives, work=work)
-    return Opened(pair, target, tuned, prepared, inputs, first, (source, target))
+    return Opened(pair, target, tuned, prepared, inputs, rank == 0, (source, target), drawn)
+
+
+def _prepared(settings: Settings, source: Loaded, target: Loaded, tuned: Tuned | None, drawn: Drawn | None) -> Prepared:
+    if drawn is None:
+        return prepare(settings, source, target, tuned)
+    answered = settings.model_copy(update={"labels": "auto"})  # by the tuned source, when it wrote them
+    return replace(prepare(answered, source, target, tuned, samples=drawn.samples), labels=drawn.labels)
 
 
 def _tuned(given: str | None, source: Loaded) -> Tuned:

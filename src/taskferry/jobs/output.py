@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from taskferry.calibration.choices import WRITTEN
 from taskferry.checkpoints import Adapter, Loaded, Skeleton, load_model, read_adapter, write_adapter, write_model
 from taskferry.checkpoints.lowrank import compress
 from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import staged_folder
 from taskferry.engines.lazy import LazyModel
 from taskferry.errors import TaskferryError
+from taskferry.fitting.generation import Drawn
 from taskferry.fitting.models import wide
 from taskferry.jobs.record import finish
 from taskferry.jobs.settings import TransferSettings
@@ -68,11 +70,14 @@ def write_output(
     record: Mapping[str, Any],
     inputs: Inputs,
     timing: Timing | None = None,
+    drawn: Drawn | None = None,
 ) -> None:
     """The folder with weights, record, settings and card; loaded again and checked, whole or not at all."""
     with staged_folder(settings.out) as folder:
         write_form(kind, tau, folder, target=target, adapter=adapter, base=settings.target_base or "")
         finish(folder, record, settings, adapter=kind == "lora")
+        if drawn is not None:
+            (folder / WRITTEN).write_text(drawn.lines(), encoding="utf-8")
         if timing is not None:
             timing.step("check", 0, 1)
         if not isinstance(target, Skeleton):

@@ -20,6 +20,9 @@ from taskferry.training.refinement import Refined
 from taskferry.version import __version__
 
 RECORD = "taskferry.json"
+GENERATED = (
+    "All of this is on samples that the tuned source wrote, which is no evidence on real ones: evaluate it on those."
+)
 LEAST_SHARE = 0.005  # of a change, that is spoken of
 
 
@@ -64,6 +67,7 @@ def verdict(
     energy: Mapping[str, Any] | None = None,
     answers: tuple[Answers, Answers] | None = None,
     refined: Refined | None = None,
+    generated: bool = False,
 ) -> dict[str, Any]:
     """What moved, how much of the change that is, at which scale, what loss and answers say, what a refinement did."""
     before, after = curve.loss(0.0), curve.loss(curve.best)
@@ -90,6 +94,8 @@ def verdict(
         sentence = f"{sentence} {answers_sentence(*answers)}"
     if refined is not None:
         sentence = f"{sentence} {refined.sentence}"
+    if generated:
+        sentence = f"{sentence} {GENERATED}"
     return {
         "sentence": sentence,
         "scale": curve.best,
@@ -102,6 +108,7 @@ def verdict(
         "moved": count,
         "of": total,
         **({"energy": dict(energy)} if energy else {}),
+        **({"generated_samples": True} if generated else {}),
     }
 
 

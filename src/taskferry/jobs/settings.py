@@ -10,7 +10,7 @@ from taskferry.engines.ranks import started_by_torchrun
 from taskferry.errors import TaskferryError
 from taskferry.methods import Method, find, published
 from taskferry.settings import (
-    CalibrationSettings,
+    GenerationSettings,
     MapSettings,
     OutputSettings,
     PairPlaceSettings,
@@ -24,7 +24,7 @@ DEFAULT_METHOD = "twofold"
 _SHARED = ("map_rank", "tolerance")  # settings of the command that a method may have too
 
 
-class MethodSettings(CalibrationSettings, MapSettings, PairPlaceSettings):
+class MethodSettings(GenerationSettings, MapSettings, PairPlaceSettings):
     """What is moved from where to where, and how."""
 
     source_base: str = Field(description="the base model that was tuned")
@@ -152,6 +152,11 @@ class TransferSettings(MethodSettings, OutputSettings, Writing):
         wrong = []
         if self.labels == "teacher":
             wrong.append("the tuned source cannot label the samples: give labels or completions")
+        if self.generates:
+            wrong.append(
+                "the tuned source cannot write samples: give --calibration a file, such as the calibration.jsonl of a "
+                "transfer with whole models"
+            )
         if self.sampler.startswith("centroid"):
             wrong.append("samples are not chosen by features: give another --sampler")
         if self.as_task_vector or self.as_lora or self.as_model:

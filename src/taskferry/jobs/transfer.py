@@ -32,13 +32,13 @@ def transfer(
     check_free(settings.out)
     timing = Timing(reporter or Reporter())
     with opened(settings, timing, settings.out, dry_run=dry_run) as models:
-        kind = output_kind(settings, models.tuned.adapter)
+        kind, drawn = output_kind(settings, models.tuned.adapter), models.drawn
         job = Job(models.pair, models.tuned.tau)
         if settings.scale == "auto" and method.needs.maps:
             job = job.in_folds()
         if (dry_run or timing.wants_plan) and models.first:
             plan = plan_job(job, method, own, scale=settings.scale, refinement=refinement)
-            timing.plan(plan, _plan_lines(settings, models, kind))
+            timing.plan(models.planned(plan), _plan_lines(settings, models, kind))
         if dry_run:
             return None
         timing.ends("prepare")
@@ -66,7 +66,9 @@ def transfer(
             settings,
             models.inputs.hashes(),
             final,
-            verdict=verdict(curve, final, energy_moved(models.tuned.tau, moved.tau), answers, refined),
+            verdict=verdict(
+                curve, final, energy_moved(models.tuned.tau, moved.tau), answers, refined, generated=drawn is not None
+            ),
             provenance=moved.provenance,
             sites=moved.sites,
             ignored=models.tuned.ignored,
@@ -74,6 +76,7 @@ def transfer(
                 "indices": models.prepared.indices,
                 "labels": models.prepared.labels,
                 **moved.provenance["calibration"],
+                **({} if drawn is None else {"generated": dict(drawn.how)}),
             },
             scale_curve=curve.points,
             spectrum=spectrum,
@@ -86,7 +89,7 @@ def transfer(
         if not helps or not models.first:
             return Outcome(record, None)
         record["verdict"]["sentence"] += dequantised(kind, models.target)
-        write_output(settings, kind, written, models.target, models.tuned.adapter, record, models.inputs, timing)
+        write_output(settings, kind, written, models.target, models.tuned.adapter, record, models.inputs, timing, drawn)
         return Outcome(record, settings.out)
 
 
@@ -127,10 +130,14 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
     if not isinstance(tuned.tau.deltas, LazyDeltas):
         form = "low-rank" if tuned.adapter is not None else "dense"
         lines["task vector"] = f"{len(tuned.tau)} changed parameters, {form}, norm {tuned.tau.norm():.3g}"
+    samples = (
+        f"{prepared.calibration.samples} of {settings.calibration}, sampler {settings.sampler}, seed {settings.seed}"
+    )
+    if models.drawn is not None:
+        samples = models.drawn.told
     return {
         **lines,
-        "samples": f"{prepared.calibration.samples} of {settings.calibration}, sampler {settings.sampler}, "
-        f"seed {settings.seed}",
+        "samples": samples,
         "labels": prepared.labels,
         "method": " ".join([settings.method, *(f"{k}={v}" for k, v in settings.method_settings.items())]),
         **({"effort": settings.effort} if find(settings.method).efforts else {}),

@@ -1,0 +1,142 @@
+"""What the tuned source says: itself as a model, and what it writes behind a prompt.
+
+>>> with teacher_model(source, tuned) as teacher:
+...     complete(teacher, tokenizer, ["2 + 2 = "])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from taskferry.checkpoints import Loaded, Tuned, load_model
+from taskferry.errors import TaskferryError
+from taskferry.fitting.language import is_sequence_to_sequence
+from taskferry.fitting.models import device_of
+from taskferry.fitting.scale import moved_by
+
+
+@contextmanager
+def teacher_model(source: Loaded, tuned: Tuned | None) -> Iterator[torch.nn.Module]:
+    """The tuned source: base + τ where that is all of it, or as it was saved, with its head."""
+    if tuned is None:
+        raise TaskferryError("labels from the teacher need the tuned source: give --source-tuned")
+    if any("modules_to_save" in reason for reason in tuned.ignored.values()):
+        raise TaskferryError(
+            f"{tuned.given} brings a head of its own, which its base lacks: give labels, or the merged model"
+        )
+    if tuned.adapter is not None or not Path(tuned.given).is_dir() or not (tuned.ignored or source.absent):
+        with moved_by(source.model, tuned.tau) as set_scale:
+            set_scale(1.0)
+            yield source.model
+    else:
+        yield load_model(tuned.given, dtype=source.precision).model.to(device_of(source.model))
+
+
+@torch.no_grad()
+def complete(model: torch.nn.Module, tokenizer: Any, prompts: Sequence[str], length: int = 64) -> list[str]:
+    """What a language model answers, greedily."""
+    completions = []
+    generator: Any = model
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt").to(device_of(model))
+        output = generator.generate(
+            **inputs, max_new_tokens=length, do_sample=False, pad_token_id=tokenizer.eos_token_id
+        )
+        text = tokenizer.decode(output[0], skip_special_tokens=True)
+        if not is_sequence_to_sequence(model):
+            # Decoded as a whole: a piece on its own may lose the space before it.
+            text = text[len(tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)) :]
+        completions.append(text)
+    if all(map(is_blank, completions)):
+        raise TaskferryError("the tuned source answers every prompt with nothing: give completions in the data")
+    return completions
+
+
+def is_blank(answer: str) -> bool:
+    """Whether an answer says nothing: a broken character does not either, and some tokenizers drop it."""
+    return not answer.replace("\ufffd", "").strip()
+
+
+@torch.no_grad()
+def written(
+    model: torch.nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    length: int,
+    temperature: float,
+    keep: int,
+    special: bool = True,
+    ends: Collection[int] = (),
+) -> list[str]:
+    """What a language model writes behind each prompt, drawn from its own distribution; all prompts are one batch.
+
+    Nothing of a generation_config.json but the tokens that end a text has a say: cut or penalised distributions would
+    be another model's. Of a long prompt the last `keep` tokens are read; an empty one is the beginning of a text.
+    `special` adds the tokenizer's own marks.
+    """
+    generator: Any = model
+    own, both = generator.generation_config, is_sequence_to_sequence(model)
+    stops = {*ends, *_numbers(own.eos_token_id), *_numbers(tokenizer.eos_token_id)}
+    read = [_ids(model, tokenizer, prompt, special, stops)[-keep:] for prompt in prompts]
+    pad = next((n for n in (tokenizer.pad_token_id, *sorted(stops)) if n is not None), 0)
+    width = max(map(len, read))
+    ids, mask = torch.full((len(read), width), pad), torch.zeros(len(read), width, dtype=torch.long)
+    for i, each in enumerate(read):
+        where = slice(0, len(each)) if both else slice(width - len(each), width)
+        ids[i, where], mask[i, where] = torch.tensor(each), 1
+    places: tuple[Any, ...] = (own, model.config)
+    starts = {
+        name: next((getattr(each, name) for each in places if getattr(each, name, None) is not None), None)
+        for name in ("bos_token_id", "decoder_start_token_id")
+    }
+    generator.generation_config = type(own)(eos_token_id=sorted(stops) or None, pad_token_id=pad, **starts)
+    device = device_of(model)
+    try:
+        output: Tensor = generator.generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            max_new_tokens=length,
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+            top_p=1.0,
+        )
+    finally:
+        generator.generation_config = own
+    texts = []
+    for before, row in zip(read, output.tolist(), strict=True):
+        new = row[1:] if both else row[width:]
+        new = new[: next((i for i, token in enumerate(new) if token in stops), len(new))]
+        before = [] if both else before
+        # Decoded as a whole: a piece on its own may lose the space before it.
+        texts.append(_decoded(tokenizer, before + new)[len(_decoded(tokenizer, before)) :])
+    return texts
+
+
+def _ids(model: torch.nn.Module, tokenizer: Any, prompt: str, special: bool, stops: Collection[int]) -> list[int]:
+    """A prompt in tokens; some tokenizers end every text, which nothing could follow."""
+    ids: list[int] = tokenizer(prompt, add_special_tokens=special)["input_ids"]
+    if is_sequence_to_sequence(model):
+        return ids
+    config: Any = model.config
+    first = (tokenizer.bos_token_id, getattr(config, "bos_token_id", None), tokenizer.eos_token_id)
+    start = next((n for n in first if n is not None), 0)
+    while len(ids) > 1 and special and ids[-1] in stops:
+        ids = ids[:-1]
+    return ids or [start]
+
+
+def _decoded(tokenizer: Any, ids: list[int]) -> str:
+    text: str = tokenizer.decode(ids, skip_special_tokens=True)
+    return text
+
+
+def _numbers(value: int | Sequence[int] | None) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)

@@ -1,0 +1,160 @@
+"""`--calibration generate` as a user types it: what is written, what is told, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from taskferry import Alignment
+from taskferry.example import write_example
+from tests.helpers import folders
+from tests.helpers.command import Ran, ranks, taskferry
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytest.importorskip("datasets")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("world") / "example"
+    write_example(root)
+    return root
+
+
+def words(world: Path, *more: object) -> list[object]:
+    given = ["--source-base", world / "base-a", "--source-tuned", world / "my-lora", "--target-base", world / "base-b"]
+    return [*given, "--method", "bico", "--samples", 20, "--max-length", 40, *more]
+
+
+def made(world: Path, out: Path, *more: object) -> Ran:
+    return taskferry("transfer", *words(world, "--calibration", "generate", "--out", out, "--json", *more))
+
+
+def test_a_transfer_without_any_data(world: Path, tmp_path: Path) -> None:
+    """The loss of real text falls; the samples lie beside the adapter, and give it again."""
+    record = made(world, tmp_path / "moved", "--temperature", 0.9, "--seed", 3).json
+    text = (tmp_path / "moved" / "calibration.jsonl").read_bytes()
+    told = record["calibration"]["generated"]
+    assert told == {"prompts": "none", "temperature": 0.9, "seed": 3, "samples": 20, "distinct": 20, "length": 38,
+                    "sha256": hashlib.sha256(text).hexdigest()}  # fmt: skip
+    assert len(text.decode().splitlines()) == 20
+    assert "calibration" not in record["inputs"]
+    sentence = record["verdict"]["sentence"]
+    assert sentence.endswith("no evidence on real ones: evaluate it on those.")
+    assert record["verdict"]["generated_samples"] is True
+    assert sentence in (tmp_path / "moved" / "README.md").read_text()
+    taskferry("report", tmp_path / "moved", "--format", "md", "--out", tmp_path / "report.md")
+    assert "no evidence on real ones" in (tmp_path / "report.md").read_text()
+    again = words(world, "--calibration", tmp_path / "moved" / "calibration.jsonl", "--seed", 3, "--json")
+    same = taskferry("transfer", *again, "--out", tmp_path / "again").json
+    assert same["calibration"]["sha256"] == record["calibration"]["sha256"]
+    assert "generated_samples" not in same["verdict"]
+    weights = [tmp_path / name / "adapter_model.safetensors" for name in ("moved", "again")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    losses = [
+        taskferry("evaluate", world / "base-b", *added, "--test", world / "test.jsonl", "--json").json["loss"]
+        for added in ([], ["--add", tmp_path / "moved"])
+    ]
+    assert losses[1] < losses[0] - 0.03
+
+
+def test_several_processes_draw_what_one_draws(world: Path, tmp_path: Path) -> None:
+    alone = made(world, tmp_path / "one").json
+    ranks(2, "transfer", *words(world, "--calibration", "generate", "--out", tmp_path / "two"))
+    together = json.loads((tmp_path / "two" / "taskferry.json").read_text())
+    assert together["calibration"]["generated"] == alone["calibration"]["generated"]
+    files = [(tmp_path / name / "calibration.jsonl").read_bytes() for name in ("one", "two")]
+    assert files[0] == files[1]
+
+
+def test_a_plan_draws_few_and_writes_nothing(world: Path, tmp_path: Path) -> None:
+    given = words(world, "--calibration", "generate", "--json", "--prompts", "own")
+    dry = taskferry("transfer", *given, "--samples", 200, "--out", tmp_path / "never", "--dry-run").json["plan"]
+    assert dry["stages"]["generate"] > 0
+    assert dry["samples"] == (
+        "200 that the tuned source writes: prompts own, temperature 1, seed 0, up to 38 tokens each"
+    )
+    assert dry["labels"] == "written by the tuned source"
+    less = taskferry("plan", *given, "--samples", 20).json["plan"]
+    assert 0 < less["stages"]["generate"] < dry["stages"]["generate"]
+    assert less["tokens"] < 0.2 * dry["tokens"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_maps_of_generated_samples(world: Path, tmp_path: Path) -> None:
+    out = tmp_path / "maps.alignment"
+    taskferry("fit", *words(world, "--calibration", "generate", "--out", out))
+    beside = tmp_path / "maps.alignment.calibration.jsonl"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [out.name, beside.name]
+    told = Alignment.load(out).provenance["calibration"]["generated"]
+    assert told["sha256"] == hashlib.sha256(beside.read_bytes()).hexdigest()
+    out.unlink()
+    ran = taskferry("fit", *words(world, "--calibration", "generate", "--out", out), code=2)
+    assert f"{beside.name} exists" in ran.err.replace("\n", "")
+
+
+def test_what_was_drawn_can_be_refined_on(world: Path, tmp_path: Path) -> None:
+    record = made(world, tmp_path / "refined", "--refine", 2).json
+    assert record["refined"]["steps"] == 2
+    assert "no evidence on real ones" in record["verdict"]["sentence"]
+
+
+def test_samples_are_neither_sent_nor_copied_on(world: Path, tmp_path: Path) -> None:
+    """A fine-tune may write down what it was tuned on."""
+    from taskferry.checkpoints import load_model
+    from taskferry.checkpoints.models import write_model
+    from taskferry.integrations.hub import _with_base
+    from taskferry.taskvector import TaskVector
+
+    made(world, tmp_path / "moved", "--as-model")
+    assert (tmp_path / "moved" / "calibration.jsonl").is_file()
+    assert not (_with_base(tmp_path / "moved", tmp_path / "copy", "org/b") / "calibration.jsonl").exists()
+    (tmp_path / "next").mkdir()
+    write_model(load_model(tmp_path / "moved"), TaskVector({}), tmp_path / "next")
+    assert not (tmp_path / "next" / "calibration.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "sentence"),
+    [
+        ("transfer", ["--engine", "blockwise"], "engine blockwise: the tuned source cannot write samples"),
+        ("transfer", ["--per-class", 2], "generated samples have no labels in the data"),
+        ("transfer", ["--labels", "data"], "generated samples have no labels in the data"),
+        ("transfer", ["--temperature", 0], "temperature: Input should be greater than 0"),
+        ("transfer", ["--calibration", "data.jsonl", "--temperature", 2], "temperature is of generated samples"),
+        ("fit", ["--prompts", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
+        ("bench compare", ["--test", "test.jsonl"], "only transfer, fit and plan generate samples"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    verb: str, options: list[object], sentence: str, world: Path, tmp_path: Path
+) -> None:
+    given = words(world)[:6]
+    calibration = [] if "--calibration" in options else ["--calibration", "generate"]
+    ran = taskferry(*verb.split(), *given, *calibration, *options, "--out", tmp_path / "out", code=2)
+    assert sentence in ran.err.replace("\n", " ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_maps_without_a_fine_tune_have_nobody_to_write(world: Path, tmp_path: Path) -> None:
+    bases = ["--source-base", world / "base-a", "--target-base", world / "base-b", "--calibration", "generate"]
+    for verb in (["fit", "--out", tmp_path / "x.alignment"], ["plan"]):
+        ran = taskferry(*verb, *bases, code=2)
+        assert "the tuned source writes the samples: give --source-tuned" in ran.err.replace("\n", " ")
+
+
+def test_where_samples_are_missing_the_next_command_is_told(world: Path, tmp_path: Path) -> None:
+    ran = taskferry("transfer", *words(world), "--out", tmp_path / "out", code=2)
+    sentence = ran.err.replace("\n", " ").strip()
+    assert "--calibration is missing: give JSONL, CSV, Parquet, an image folder or a hub dataset, or" in sentence
+    assert sentence.endswith(f"--out {tmp_path / 'out'} --calibration generate")
+    done = sentence[sentence.index("taskferry transfer") :].split()[1:]
+    taskferry(*done, "--dry-run")
+    folders.encoder(tmp_path / "bert", 16, 1, 1)
+    given = ["--source-base", tmp_path / "bert", "--source-tuned", "x", "--target-base", "y", "--out", "z"]
+    ran = taskferry("transfer", *given, code=2)
+    assert ran.err.strip().endswith("--calibration my-samples --labels teacher")
