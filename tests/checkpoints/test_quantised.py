@@ -68,8 +68,8 @@ def test_a_model_on_an_fp8_target_is_written_dequantised_and_says_so(engine: str
 def test_fit_apply_diff_and_inspect_read_fp8(world: Path, tmp_path: Path) -> None:
     taskferry("fit", "--source-base", world / "a-fp8", "--target-base", world / "b-fp8", "--calibration",
               world / "prompts.jsonl", "--samples", 8, "--method", "bico", "--out", tmp_path / "maps")  # fmt: skip
-    ran = taskferry("apply", tmp_path / "maps", "--source-base", world / "a-fp8", "--source-tuned", world / "tuned-fp8",
-                    "--target-base", world / "b-fp8", "--out", tmp_path / "out")  # fmt: skip
+    ran = taskferry("apply", tmp_path / "maps", world / "tuned-fp8", "--source-base", world / "a-fp8", "--target-base",
+                    world / "b-fp8", "--out", tmp_path / "out")  # fmt: skip
     assert "written dequantised" in words(ran)
     taskferry("diff", world / "a-fp8", world / "tuned-fp8", "--out", tmp_path / "one")
     taskferry("diff", world / "a-fp8-plain", world / "tuned-fp8-plain", "--out", tmp_path / "two")
