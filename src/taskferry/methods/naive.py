@@ -8,6 +8,7 @@ from torch import Tensor
 from taskferry.alignment import AlignedPair, Alignment
 from taskferry.coverage import Coverage, Row
 from taskferry.engines.pair import ModelPair, parameter_reasons, shapes
+from taskferry.fitting.solve import router_map
 from taskferry.maths.procrustes import Map
 from taskferry.methods import Job, Moved, Needs, Shown, TableRow, method
 from taskferry.taskvector import Delta, LowRank, TaskVector
@@ -42,7 +43,9 @@ def identity_alignment(pair: ModelPair) -> Alignment:
     """Maps that change no coordinate: a narrower space is padded with zeros, a wider one cropped."""
 
     def same(side: int) -> dict[str, Map]:
-        return {p.target.name: Map(R=torch.eye(p.source.shape[side], p.target.shape[side])) for p in pair.pairs}
+        maps = {p.target.name: Map(R=torch.eye(p.source.shape[side], p.target.shape[side])) for p in pair.pairs}
+        routers = [p for p in pair.pairs if p.experts and not side]  # their outputs follow the experts
+        return maps | {p.target.name: router_map(p)[0] for p in routers}
 
     return Alignment(
         pairs=tuple(AlignedPair(p.source, p.target, p.target.name) for p in pair.pairs),
