@@ -69,7 +69,7 @@ class Solved:
         for pair in group:
             name = pair.target.name
             if pair.experts and name in reads:
-                self.outputs[name] = _by_experts(pair)
+                self.outputs[name] = router_map(pair)
             if name not in reads:
                 self.reasons[name] = UNREACHED
             elif self.inputs[reads[name]][1].rank and self.outputs[name][1].rank:
@@ -107,7 +107,7 @@ class Solved:
         )
 
 
-def _by_experts(pair: Pair) -> tuple[Map, Quality]:
+def router_map(pair: Pair) -> tuple[Map, Quality]:
     """The output map of a router, which is known: the logit of an expert is that of the one it takes."""
     count_A, count_B = pair.source.shape[0], pair.target.shape[0]
     R = torch.zeros(count_A, count_B)

@@ -59,7 +59,9 @@ class Capture:
         """Of the sums of a pair."""
         (out_A, in_A), (out_B, in_B) = pair.source.shape, pair.target.shape
         parts = self.folds + (self.folds > 1)  # and their total
-        return parts * (self.sums.numbers(out_A, out_B) + CrossCovariance.numbers(in_A, in_B))
+        shared = bool(pair.target.expert) and not pair.target.role.endswith("down")  # all experts read one tensor
+        inputs = 0 if shared and self.inputs == "activations" else CrossCovariance.numbers(in_A, in_B)
+        return parts * (self.sums.numbers(out_A, out_B) + inputs)
 
     def start(self, inputs: bool, d_A: int, d_B: int, exact: bool = False) -> CrossCovariance:
         """Empty sums for one side of a site."""

@@ -9,6 +9,7 @@ from taskferry.alignment import AlignedPair, Alignment
 from taskferry.coverage import Coverage, Row
 from taskferry.engines.pair import ModelPair, parameter_reasons, shapes
 from taskferry.fitting.models import device_of
+from taskferry.fitting.solve import router_map
 from taskferry.maths.procrustes import Map
 from taskferry.methods import Job, Moved, Needs, Shown, TableRow, method
 from taskferry.taskvector import Delta, LowRank, TaskVector
@@ -46,7 +47,9 @@ def identity_alignment(pair: ModelPair) -> Alignment:
 
     def same(side: int) -> dict[str, Map]:
         sizes = {p.target.name: (p.source.shape[side], p.target.shape[side]) for p in pair.pairs}
-        return {name: Map(R=torch.eye(a, b, device=device)) for name, (a, b) in sizes.items()}
+        maps = {name: Map(R=torch.eye(a, b, device=device)) for name, (a, b) in sizes.items()}
+        routers = [p for p in pair.pairs if p.experts and not side]  # their outputs follow the experts
+        return maps | {p.target.name: router_map(p)[0] for p in routers}
 
     return Alignment(
         pairs=tuple(AlignedPair(p.source, p.target, p.target.name, p.note) for p in pair.pairs),
