@@ -24,7 +24,7 @@ from taskferry.checkpoints.conversion import is_lora, read_converted
 from taskferry.checkpoints.loaded import Loaded, to_device
 from taskferry.checkpoints.states import is_state_file, read_state
 from taskferry.checkpoints.vocabulary import resized
-from taskferry.disk.files import is_finite
+from taskferry.disk.files import is_finite, nearest
 from taskferry.errors import TaskferryError
 from taskferry.taskvector import Delta, TaskVector, is_task_vector, match_names
 
@@ -57,8 +57,8 @@ def load_model(
                     raise TaskferryError(f"{given}: {name} holds numbers that are not finite: it is damaged")
             return Loaded(model.eval().requires_grad_(False), given, folder, kind, frozenset(absent), extra)
     raise TaskferryError(
-        f"{given} is no model: a folder with config.json (Hugging Face, timm) or open_clip_config.json, a hub id, "
-        "or openclip:NAME:CHECKPOINT is needed"
+        f"{given} is not a model folder: give one with config.json (Hugging Face, timm) or open_clip_config.json, a "
+        "hub id, or openclip:NAME:CHECKPOINT"
     )
 
 
@@ -68,7 +68,7 @@ def resolve(given: str) -> str:
         return given
     if _HUB_ID.fullmatch(given) and not given.startswith((".", "/")):
         return huggingface.download(given)
-    raise TaskferryError(f"{given} does not exist")
+    raise TaskferryError(f"{given} does not exist{nearest(given)}")
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from taskferry.alignment import AlignedPair, Alignment
+from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
 from taskferry.errors import TaskferryError
 from taskferry.fitting.statistics import Statistics
-from taskferry.maths.procrustes import DEFAULT_TOLERANCE, Map, RankPolicy
+from taskferry.maths.procrustes import Map
 from taskferry.maths.sums import CrossCovariance, Quality, solve_all
 from taskferry.sites.pairing import Pair
 

@@ -7,3 +7,6 @@ from typing import Literal
 Sampler = Literal["random", "class-balanced", "centroid-near", "centroid-far", "half-class", "single-class"]
 LabelSource = Literal["auto", "data", "teacher"]
 ObjectiveName = Literal["auto", "prototypes", "probe", "cross-probe", "head", "zero-shot", "language"]
+RankPolicy = Literal["range", "full"]
+
+DEFAULT_TOLERANCE = 1e-6  # smallest singular value kept, relative to the largest
