@@ -36,7 +36,8 @@ TABLES_INTRODUCTION = """# Every table
 The appendix of [results](results.md). Every number comes from a file in `benchmarks/results/`, and the page from
 `python benchmarks/shared/results.py`. Spreads are standard deviations over draws of the calibration set.
 *Recovered* is the share of what fine-tuning the target on all training data would gain; the target fine-tuned so is
-called the *oracle*. *Gain* is over the unchanged target, in the same draws. A *draw* is one random choice of the calibration samples.
+called the *oracle*. *Gain* is over the unchanged target, in the same draws. A *draw* is one random choice of the
+calibration samples.
 """
 
 ZOO = """## The zoo
@@ -68,14 +69,14 @@ refining towards the tuned source, which needs none (`--refine`); from nothing a
 150 steps. A share is the sum of the gains over the cells, over the sum of the oracle's; a cell is a pair, a task and
 a draw. *Least gain* is that of the worst pair and task, in points over the target. The new tasks (traffic signs,
 textures) and the new pair (deep → wide) are held out: nothing was ever chosen on them. The rows of effort
-thorough, and of effort standard without labels, were measured when the method still chose a scale for each role of layer; the same six
-cells of the zoo without it have 34.8 % with effort thorough, as they had with it (34.8 %), and the four new ones 23.0
-points in place of 21.9. So it was taken out.
+thorough, and of effort standard without labels, were measured when the method still chose a scale for each role of
+layer; the same six cells of the zoo without it have 34.8 % with effort thorough, as they had with it (34.8 %), and
+the four new ones 23.0 points in place of 21.9. So it was taken out.
 """
 
-BEYOND = """An earlier form of `twofold`, before its scales were judged on held-out folds and before efforts, with what is
-now `--effort thorough`, beside BiCo: whitened gradients of one length, a second capture halfway, three augmented views
-of each image labelled by the tuned source, a scale for each role of layer, the target's own patch embedding; nothing is
+BEYOND = """An earlier form of `twofold`, before its scales were judged on held-out folds and before efforts, with what
+is now `--effort thorough`, beside BiCo: whitened gradients of one length, a second capture halfway, three augmented
+views of each image labelled by the tuned source, a scale for each role of layer, the target's own patch embedding; nothing is
 trained. It was chosen on mnist, fashion and drawings (the tables below); an earlier form of it had been scored on the
 other four tasks, which are shown here, on as many draws, pairs and tasks as each row says, 100 samples unless N says
 otherwise. The goals that were set for it, 65 % with 100 samples and 70 % with 400, are missed. *Teacher* has no

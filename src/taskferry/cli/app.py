@@ -36,7 +36,8 @@ from taskferry.version import __version__
 
 INTERRUPTED = 130  # what typer makes of an interrupt, and what shells expect
 FIRST = """\
-[bold]taskferry[/] moves a fine-tune (a LoRA or a full model) from one base model to another, without training.
+[bold]taskferry[/] moves a fine-tune (a LoRA or a full model) from one base model to
+another, without training.
 
 [bold]Try it first[/], on two small models that come with the package:
 
