@@ -74,15 +74,16 @@ layer; the same six cells of the zoo without it have 34.8 % with effort thorough
 the four new ones 23.0 points in place of 21.9. So it was taken out.
 """
 
-BEYOND = """An earlier form of `twofold`, before its scales were judged on held-out folds and before efforts, with what
-is now `--effort thorough`, beside BiCo: whitened gradients of one length, a second capture halfway, three augmented
-views of each image labelled by the tuned source, a scale for each role of layer, the target's own patch embedding; nothing is
-trained. It was chosen on mnist, fashion and drawings (the tables below); an earlier form of it had been scored on the
-other four tasks, which are shown here, on as many draws, pairs and tasks as each row says, 100 samples unless N says
-otherwise. The goals that were set for it, 65 % with 100 samples and 70 % with 400, are missed. *Teacher* has no
-labels but the tuned source's. *Least gain* is the worst of all pairs and tasks, in points over the unchanged target.
-Where rows of `distil` are shown: they train (100 steps towards the tuned source's outputs), so they are no
-replacement where nothing may be trained. The table above has today's default."""
+BEYOND = """An earlier form of `twofold`, before its scales were judged on held-out folds and before efforts, with
+what is now `--effort thorough`, beside BiCo: whitened gradients of one length, a second capture
+halfway, three augmented views of each image labelled by the tuned source, a scale for each role of
+layer, the target's own patch embedding; nothing is trained. It was chosen on mnist, fashion and
+drawings (the tables below); an earlier form of it had been scored on the other four tasks, which are
+shown here, on as many draws, pairs and tasks as each row says, 100 samples unless N says otherwise. The
+goals that were set for it, 65 % with 100 samples and 70 % with 400, are missed. *Teacher* has no labels
+but the tuned source's. *Least gain* is the worst of all pairs and tasks, in points over the unchanged
+target. Where rows of `distil` are shown: they train (100 steps towards the tuned source's outputs), so
+they are no replacement where nothing may be trained. The table above has today's default."""
 
 IDEAS = """One draw each, 100 samples, on the tasks that settings were chosen on (mnist, fashion, drawings) and four
 pairs (narrow → wide, wide → narrow, twin → deep, deep → narrow); rows were run in as many of the twelve cells as the
