@@ -231,5 +231,5 @@ def _classes_beside(path: Path) -> tuple[str, ...]:
     except (OSError, ValueError, RecursionError) as error:
         raise TaskferryError(f"{file} is no JSON: {error}") from error
     if not isinstance(names, list) or not all(isinstance(name, str | int) for name in names):
-        raise TaskferryError(f"{file} is no list of class names: mend it, or remove it")
+        raise TaskferryError(f"{file} is not a list of class names: fix it, or remove it")
     return tuple(map(str, names))

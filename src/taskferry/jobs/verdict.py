@@ -95,8 +95,8 @@ def warnings(judged: Judged, energy: Mapping[str, Any] | None, ignored: Mapping[
     curve, found = judged.curve, []
     if not curve.loss(curve.best) < curve.loss(0.0):
         found.append(
-            "the loss went UP: as it is written, this makes the target worse on the samples; leave --scale out and a "
-            "scale that helps is looked for"
+            "the loss went UP: this makes the target worse on the samples; leave --scale out, so that a scale that "
+            "helps is searched"
         )
     if judged.samples < FEW:
         found.append(

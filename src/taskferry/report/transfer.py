@@ -60,7 +60,7 @@ def _warnings(record: Record) -> list[Part]:
     if poor:
         found.append(
             f"{poor} of {len(residuals)} output maps have a residual above {POOR}: what these layers write has little "
-            "in common in the two models, as is usual for gradients; the loss says whether it helps all the same"
+            "in common in the two models, as is usual for gradients; the loss says whether it helps anyway"
         )
     return [Text(f"Warning: {text}", "warning") for text in found]
 
