@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -43,7 +44,11 @@ def main() -> None:
     if outcome is None:
         raise SystemExit("a dry run draws nothing")
     screen.verdict(outcome, next_after(settings, outcome))
-    console.save_svg(str(HERE / "transfer.svg"), title="taskferry")
+    # Without the fonts that rich would fetch from another host.
+    drawing = re.sub(
+        r"\s*@font-face \{.*?\}\s*(?=@font-face|\.)", "\n", console.export_svg(title="taskferry"), flags=re.S
+    )
+    (HERE / "transfer.svg").write_text(drawing, encoding="utf-8")
 
 
 if __name__ == "__main__":
