@@ -45,7 +45,7 @@ def test_an_encoder_by_a_probe_on_shots(tmp_path: Path) -> None:
         evaluate_command(EvaluateSettings(**base))
     score, head = evaluate_command(EvaluateSettings(**base, shots=str(folder / "train.jsonl")))
     assert score.samples == 7  # the folder's test part
-    assert head == "LinearProbe(ridge=1.0)"
+    assert head == "a linear probe"
     loaded = load_model(str(tmp_path / "a"))
     shots = Pool(load_samples(str(folder)), loaded)
     test = Pool(load_samples(str(folder), split="test"), loaded)
