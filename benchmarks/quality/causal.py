@@ -5,7 +5,7 @@
 Three Llamas are pre-trained here on film reviews: `small` on one half; `large` (wider and deeper, the same tokenizer)
 and `other` (a tokenizer of its own) on the other half. PEFT LoRAs of `small` on presidential speeches, on scripture,
 and on a task with an answer (is the review positive?) move to `large`, that of the speeches to `other` as well.
-Measured by the loss a token on held-out text:
+Measured by the loss per token on held-out text:
 the target, moved by each method, and a LoRA trained on the target (oracle). Few-shot tuning takes minutes a cell here
 and is not run: `taskferry bench compare --methods few-shot` does it.
 """
@@ -264,7 +264,7 @@ def main() -> None:
         scores = {row: statistics.mean(values) for row, values in cell["scores"].items()}
         if not quick and scores["bico, automatic scale"] >= scores["target as it is"]:
             failures.append(f"{name}: moved at automatic scale the loss does not fall")
-    header = ["domain", "pair", "", "held-out loss a token", "share of the oracle's drop"]
+    header = ["domain", "pair", "", "held-out loss per token", "share of the oracle's drop"]
     common.finish(results, common.table(header, rows), options.json, failures, started)
 
 

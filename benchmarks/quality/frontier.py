@@ -154,7 +154,7 @@ def run_cell(bench: Bench, cell: Cell, wanted: dict[str, Way], known: dict[str, 
 
 
 def run_example(count: int, wanted: dict[str, Way], known: dict[str, Any]) -> Iterator[None]:
-    """The language models that come with the package; a score is the loss a token on later books, turned round."""
+    """The language models that come with the package; a score is the loss per token on later books, turned round."""
     root = zoo_data.DATA / "example"
     A, B = load_model(str(FILES / "base-a")), load_model(str(FILES / "base-b"))
     tuned = load_tuned(str(FILES / "my-lora"), A)

@@ -31,7 +31,7 @@ CLOSE = 1e-5
 
 def as_rank(folder: Path, arguments: list[str]) -> None:
     """One rank of a job: the command itself, and the bytes it gave away into a folder."""
-    from taskferry.cli.app import main as command
+    from taskferry.cli import main as command
 
     fit = RankedPair.fit
 

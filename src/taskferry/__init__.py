@@ -4,29 +4,62 @@
 >>> tau = TaskVector.between(A, A_tuned)
 >>> alignment = fit(A, B, calibration)              # one forward and backward pass of each
 >>> alignment.apply(tau).add_to(B)
+
+A name is imported when it is first used: torch alone takes seconds, and `taskferry --help` needs none of it.
 """
 
-from taskferry.alignment import Alignment
-from taskferry.calibration import Batch, Calibration, image_calibration, text_calibration
-from taskferry.calibration.data import load_samples
-from taskferry.checkpoints import load_model, load_tuned
-from taskferry.coverage import Coverage
-from taskferry.engines.whole import fit
-from taskferry.errors import TaskferryError
-from taskferry.evaluation import Pool, evaluate
-from taskferry.fitting.objectives import (
-    Head,
-    LanguageModel,
-    LinearProbe,
-    NewHead,
-    Objective,
-    Prototypes,
-    ZeroShot,
-    teacher_labels,
-)
-from taskferry.taskvector import LowRank, TaskVector
-from taskferry.training import FineTuning, finetune
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from taskferry.version import __version__
+
+if TYPE_CHECKING:
+    from taskferry.alignment import Alignment
+    from taskferry.calibration import Batch, Calibration, image_calibration, text_calibration
+    from taskferry.calibration.data import load_samples
+    from taskferry.checkpoints import load_model, load_tuned
+    from taskferry.coverage import Coverage
+    from taskferry.engines.whole import fit
+    from taskferry.errors import TaskferryError
+    from taskferry.evaluation import Pool, evaluate
+    from taskferry.fitting.objectives import (
+        Head,
+        LanguageModel,
+        LinearProbe,
+        NewHead,
+        Objective,
+        Prototypes,
+        ZeroShot,
+        teacher_labels,
+    )
+    from taskferry.taskvector import LowRank, TaskVector
+    from taskferry.training import FineTuning, finetune
+
+_WHERE = {
+    "alignment": ("Alignment",),
+    "calibration": ("Batch", "Calibration", "image_calibration", "text_calibration"),
+    "calibration.data": ("load_samples",),
+    "checkpoints": ("load_model", "load_tuned"),
+    "coverage": ("Coverage",),
+    "engines.whole": ("fit",),
+    "errors": ("TaskferryError",),
+    "evaluation": ("Pool", "evaluate"),
+    "fitting.objectives": (
+        "Head",
+        "LanguageModel",
+        "LinearProbe",
+        "NewHead",
+        "Objective",
+        "Prototypes",
+        "ZeroShot",
+        "teacher_labels",
+    ),
+    "taskvector": ("LowRank", "TaskVector"),
+    "training": ("FineTuning", "finetune"),
+}
+_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 
 __all__ = [
     "Alignment",
@@ -56,3 +89,16 @@ __all__ = [
     "teacher_labels",
     "text_calibration",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, from the module that has it."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'taskferry' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"taskferry.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

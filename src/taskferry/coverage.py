@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from math import prod
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -57,9 +58,17 @@ class Coverage:
         """Parameter -> reason, for those that did not move."""
         return {row.parameter: row.reason for row in self.rows if row.status == "kept"}
 
+    def share(self) -> float:
+        """Of all numbers of the target, those in parameters that moved, whole or in part."""
+        sizes = [(prod(row.shape), row.status != "kept") for row in self.rows]
+        return sum(n for n, moved in sizes if moved) / max(1, sum(n for n, _ in sizes))
+
     def summary(self) -> str:
         """One line a reason, for people."""
-        lines = [f"{len(self.moved())} of {len(self.rows)} parameters of the target moved"]
+        lines = [
+            f"{len(self.moved())} of {len(self.rows)} parameters of the target moved, {100 * self.share():.3g} % of "
+            "its weights"
+        ]
         for note, count in Counter(row.note for row in self.rows if row.note).most_common():
             lines.append(f"  {count} moved {note}")
         for reason, count in Counter(self.kept().values()).most_common():
@@ -99,15 +108,15 @@ def reasons_to_keep(model: nn.Module) -> dict[str, str]:
 def _reason(module: nn.Module, name: str, ndim: int) -> str:
     kind = type(module).__name__
     if isinstance(module, nn.Embedding) or "Embedding" in kind:
-        return "an embedding or positional table: its rows are tokens or places, not a space of activations"
+        return "an embedding table: its rows are tokens or positions, not activations"
     if "Norm" in kind:
-        return "a normalisation gain or shift: it acts on each coordinate alone, and a rotation mixes them"
+        return "a normalisation weight: per coordinate, cannot be rotated"
     if isinstance(module, nn.Conv2d) and is_patch_embedding(module):
         return "a patch convolution that the source does not have in this size"
     if "Conv" in kind and ndim > 2:
         return "a convolution: not a linear map of one token"
     if "emb" in name or "token" in name:
-        return "an embedding or positional table: its rows are tokens or places, not a space of activations"
+        return "an embedding table: its rows are tokens or positions, not activations"
     if ndim > 2 and "expert" in kind.lower():
         return f"experts that {kind} computes in a way of its own, so that their tokens are not known"
     if ndim < 2:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from taskferry.calibration.choices import FREE, GENERATE, OWN, LabelSource, ObjectiveName, Sampler
+from taskferry.choices import DEFAULT_TOLERANCE, FREE, GENERATE, OWN, LabelSource, ObjectiveName, Sampler
 from taskferry.errors import TaskferryError
-from taskferry.maths.procrustes import DEFAULT_TOLERANCE
 
 S = TypeVar("S", bound="Settings")
 MOST_YAML = 2**20  # bytes
@@ -27,7 +27,9 @@ class Settings(BaseModel):
     """Unknown keys fail."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-    panel: ClassVar[str] = "What to move"  # where the help shows these settings
+    command: ClassVar[str] = ""  # the verb that takes them
+    panel: ClassVar[str] = "More"  # where the help shows them
+    first: ClassVar[tuple[str, ...]] = ()  # what most need, shown before all others
 
 
 class Writing(Settings):
@@ -125,10 +127,10 @@ class MapSettings(Settings):
     panel: ClassVar[str] = "Maps"
 
     map_rank: Literal["range", "full"] = Field(
-        "range", description="keep the directions the samples show, or all (the paper to the letter)"
+        "range", description="keep the directions the samples show, or all (as in the paper)"
     )
     tolerance: float = Field(DEFAULT_TOLERANCE, gt=0, lt=1, description="smallest singular value kept, relative")
-    statistics_memory: float = Field(4.0, gt=0, description="GiB of sums of products at once")
+    statistics_memory: float = Field(4.0, gt=0, description="GiB of statistics in memory at once")
 
 
 class OutputSettings(Settings):
@@ -157,6 +159,10 @@ class OutputSettings(Settings):
 class CompareSettings(CalibrationSettings):
     """taskferry bench compare."""
 
+    command: ClassVar[str] = "bench compare"
+    panel: ClassVar[str] = "What to compare"
+    first: ClassVar[tuple[str, ...]] = ("source_base", "source_tuned", "target_base", "calibration", "test", "out")
+
     source_base: str = Field(description="the base model that was tuned")
     source_tuned: str = Field(description="the tuned source")
     target_base: str = Field(description="the base model to move to")
@@ -169,6 +175,10 @@ class CompareSettings(CalibrationSettings):
 
 class AnalyzeSettings(CalibrationSettings, MapSettings, PairPlaceSettings):
     """taskferry analyze."""
+
+    command: ClassVar[str] = "analyze"
+    panel: ClassVar[str] = "What to measure"
+    first: ClassVar[tuple[str, ...]] = ("source_base", "target_base", "calibration", "samples", "out")
 
     source_base: str = Field(description="the base model that was tuned")
     target_base: str = Field(description="the base model to move to")
@@ -198,6 +208,8 @@ class Move(Settings):
 class FleetSettings(Settings):
     """taskferry fleet."""
 
+    command: ClassVar[str] = "fleet"
+
     adapters: str = Field(description="a folder of PEFT LoRA folders, or any fsspec address")
     out: str = Field(description="where the moved adapters go: a folder or any fsspec address")
     moves: list[Move] = Field(min_length=1, description="the new bases, each with its alignment")
@@ -209,6 +221,10 @@ class FleetSettings(Settings):
 
 class EvaluateSettings(PlaceSettings):
     """taskferry evaluate."""
+
+    command: ClassVar[str] = "evaluate"
+    panel: ClassVar[str] = "How to score"
+    first: ClassVar[tuple[str, ...]] = ("test", "add", "shots", "card")
 
     model: str = Field(description="a model folder or hub id")
     add: str | None = Field(None, description="a PEFT LoRA, state file or task vector to add to it first")
@@ -227,6 +243,9 @@ class EvaluateSettings(PlaceSettings):
 class PushSettings(Settings):
     """taskferry push."""
 
+    command: ClassVar[str] = "push"
+    panel: ClassVar[str] = "Where to"
+
     folder: Path = Field(description="what transfer or apply wrote")
     repo: str = Field(description="the repository on the hub, OWNER/NAME; made where it is not there")
     base_model: str | None = Field(None, description="hub name of the target base, where it was a folder here")
@@ -236,6 +255,10 @@ class PushSettings(Settings):
 
 class ApplySettings(OutputSettings, Writing):
     """taskferry apply."""
+
+    command: ClassVar[str] = "apply"
+    panel: ClassVar[str] = "What to move"
+    first: ClassVar[tuple[str, ...]] = ("out", "target_base", "scale")
 
     alignment: Path = Field(description="what `taskferry fit` wrote")
     source_tuned: str = Field(description="a PEFT LoRA, a task vector, or a tuned model")
@@ -295,8 +318,10 @@ def _all_errors(cls: type[Settings], error: ValidationError, file: Path | None) 
         if item["type"] == "missing":
             lines.append(f"--{name.replace('_', '-')} is missing")
         elif item["type"] == "extra_forbidden":
-            lines.append(f"unknown setting '{name}'; known are {', '.join(sorted(cls.model_fields))}")
+            close = difflib.get_close_matches(name, cls.model_fields, 1)
+            lines.append(f"unknown setting '{name}'" + (f", did you mean {close[0]}?" if close else ""))
         else:
             lines.append(f"{name}: {item['msg'].removeprefix('Value error, ')}".removeprefix(": "))
     where = f" in {file}" if file else ""
-    return f"settings{where}: " + "; ".join(dict.fromkeys(lines))
+    more = f"; `taskferry {cls.command} --help` lists all" if cls.command else ""
+    return f"settings{where}: " + "; ".join(dict.fromkeys(lines)) + more

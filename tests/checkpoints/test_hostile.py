@@ -25,7 +25,7 @@ from taskferry.calibration.data import load_samples, picture
 from taskferry.checkpoints import read_adapter
 from taskferry.checkpoints.folders import check_folder, read_index
 from taskferry.checkpoints.states import read_state
-from taskferry.cli.screen import plain
+from taskferry.cli.terminal import plain
 from taskferry.disk.files import HEADER, write_safetensors
 from taskferry.errors import TaskferryError
 from taskferry.jobs.card import write_card

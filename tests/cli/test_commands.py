@@ -137,11 +137,11 @@ def test_fit_once_and_apply_many(world: Path, tmp_path: Path) -> None:
 
     shown = taskferry("inspect", tmp_path / "x.alignment", "--json").json
     assert len(shown["rows"]) == 21
-    assert "21 pairs of sites" in shown["what"]
+    assert "21 pairs of linear layers" in shown["what"]
     assert "norm" in taskferry("inspect", tmp_path / "tau.safetensors").out
     assert "lm_head" in taskferry("inspect", world / "llama").out
     assert "moved at scale 0.5" in taskferry("inspect", tmp_path / "full").out
-    assert "21 sites would move" in taskferry("doctor", world / "llama", world / "other").out
+    assert "21 of the" in taskferry("doctor", world / "llama", world / "other").out
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])

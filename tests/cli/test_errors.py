@@ -84,7 +84,7 @@ def test_one_sample(world: Path, tmp_path: Path) -> None:
     one.write_text(2 * (json.dumps({"text": "A ferry.", "label": 0}) + "\n"))
     refused(world, tmp_path, "at least two classes", calibration=one)
     one.write_text(2 * (json.dumps({"words": "A ferry."}) + "\n"))
-    refused(world, tmp_path, "has the columns words", calibration=one)
+    refused(world, tmp_path, "rename words to text", calibration=one)
 
 
 def test_two_tokenizers_without_offsets(world: Path, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_files_that_are_not_what_they_say(world: Path, tmp_path: Path) -> None:
     refused(world, tmp_path, "no parameter in common", source_tuned=tmp_path / "other.safetensors")
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused(world, tmp_path, "is no model", target_base=empty)
+    refused(world, tmp_path, "is not a model folder", target_base=empty)
     taskferry("apply", tmp_path / "short.safetensors", world / "lora", "--out", tmp_path / "x", code=2)
 
 

@@ -30,7 +30,7 @@ def test_a_language_model_with_and_without_an_adapter(tmp_path: Path) -> None:
     assert added["loss"] == pytest.approx(evaluate(loaded.model, batches, LanguageModel()).loss, rel=1e-5)
     assert added["loss"] != pytest.approx(alone["loss"], rel=1e-4)
     shown = taskferry("evaluate", tmp_path / "a", "--test", data).out
-    assert f"{alone['loss']:.4f} a token" in shown
+    assert f"{alone['loss']:.4f} per token" in shown
 
 
 def test_an_encoder_by_a_probe_on_shots(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_an_encoder_by_a_probe_on_shots(tmp_path: Path) -> None:
         evaluate_command(EvaluateSettings(**base))
     score, head = evaluate_command(EvaluateSettings(**base, shots=str(folder / "train.jsonl")))
     assert score.samples == 7  # the folder's test part
-    assert head == "LinearProbe(ridge=1.0)"
+    assert head == "a linear probe"
     loaded = load_model(str(tmp_path / "a"))
     shots = Pool(load_samples(str(folder)), loaded)
     test = Pool(load_samples(str(folder), split="test"), loaded)

@@ -95,9 +95,17 @@ def test_pages_name_only_files_that_exist() -> None:
     ids=["readme", "benchmarks", "api"],
 )
 def test_the_python_of_the_pages_runs(page: str, made: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library examples, on the folders above."""
-    (example,) = blocks(ROOT / page, "python")
+    """The library examples of a page, one after the other, on the folders above."""
     monkeypatch.chdir(desk)
     scope: dict[str, object] = {}
-    exec(compile(example, page, "exec"), scope)
+    for example in blocks(ROOT / page, "python"):
+        exec(compile(example, page, "exec"), scope)
     assert made in scope
+
+
+def test_every_public_name_has_an_example() -> None:
+    import taskferry
+
+    code = "\n".join(blocks(ROOT / "docs" / "api.md", "python"))
+    missing = [name for name in taskferry.__all__ if name != "__version__" and not re.search(rf"\b{name}\b", code)]
+    assert not missing, f"docs/api.md has no example of {missing}"

@@ -53,7 +53,7 @@ def test_one_table_from_one_command(tmp_path: Path) -> None:
              "--calibration", tmp_path / "data.jsonl", "--test", tmp_path / "data.jsonl"]  # fmt: skip
     taskferry("bench", "compare", *given, "--target-base", tmp_path / "b", "--seeds", 2, "--out", tmp_path / "table")
     table = json.loads((tmp_path / "table.json").read_text())
-    expected = {"target as it is", *rows()}
+    expected = {"unchanged target", *rows()}
     assert {"twofold", "bico", "theseus", "transfusion", "gradfix", "naive", "few-shot", "distil"} <= expected
     assert set(table["scores"]) == expected
     assert all(len(scores) == 2 for scores in table["scores"].values())

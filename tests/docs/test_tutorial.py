@@ -41,7 +41,7 @@ def test_the_tutorial_runs_and_shows_what_it_did(monkeypatch: pytest.MonkeyPatch
     nbformat = pytest.importorskip("nbformat")
     path = ROOT / "docs" / "tutorial.ipynb"
     shown, committed = outputs(execute(path)), outputs(nbformat.read(path, as_version=4))
-    losses = r"loss a token: ([\d.]+) before, ([\d.]+) after"
+    losses = r"loss per token: ([\d.]+) before, ([\d.]+) after"
     (now,), (then,) = re.findall(losses, shown), re.findall(losses, committed)
     before, after = map(float, now)
     assert before - after > 0.1
@@ -62,6 +62,6 @@ def test_the_site_shows_the_committed_outputs() -> None:
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
     page = hook.as_markdown(json.loads((ROOT / "docs" / "tutorial.ipynb").read_text(encoding="utf-8")))
-    assert "loss a token:" in page
+    assert "loss per token:" in page
     assert "<progress" in page
     assert "```python\nalignment = fit(" in page

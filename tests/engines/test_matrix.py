@@ -186,7 +186,7 @@ def test_an_output_of_a_fleet_is_read_like_any_other(
     assert cells
     out = tmp_path / "out"
     shutil.copytree(world / "fleet" / f"{DEFAULT_METHOD}--lora", out)
-    assert "parameters moved at scale 1" in taskferry("inspect", out).out
+    assert "weights moved at scale 1" in taskferry("inspect", out).out
     taskferry("report", out)
     assert DEFAULT_METHOD in (out / "report.html").read_text()
     told = taskferry("push", out, "me/moved", "--base-model", "org/b", code=2, HF_HUB_OFFLINE="1").err

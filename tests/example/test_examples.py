@@ -44,7 +44,7 @@ def test_the_example_is_whole_and_small(demo: Path) -> None:
 
 
 def test_the_example_moves_and_helps(demo: Path) -> None:
-    """The loss a token on held-out books falls."""
+    """The loss per token on held-out books falls."""
     told = taskferry("transfer", "--source-base", "base-a", "--source-tuned", "my-lora", "--target-base", "base-b",
                      "--calibration", "data.jsonl", "--samples", 40, "--out", "my-lora-on-b", "--json",
                      cwd=demo).json  # fmt: skip

@@ -75,9 +75,9 @@ def compare(settings: CompareSettings, tell: Callable[[str, float], None] | None
         objective, shots = prepared.objectives[1], prepared.calibration.side(1)
         result.metric = "accuracy" if isinstance(objective, Classifier) else "loss"
         mover = Mover(Job.of(source.model, target.model, tuned.tau, prepared.calibration, prepared.objectives))
-        for row in ["target as it is", *wanted]:
+        for row in ["unchanged target", *wanted]:
             try:
-                moved, scale, seconds = (TaskVector({}), 0.0, 0.0) if row == "target as it is" else mover.move(row)
+                moved, scale, seconds = (TaskVector({}), 0.0, 0.0) if row == "unchanged target" else mover.move(row)
             except TaskferryError as error:
                 result.refusals[row] = str(error)
                 continue

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from taskferry.bench.rows import rows
-from taskferry.calibration.choices import ObjectiveName, Sampler
+from taskferry.choices import ObjectiveName, Sampler
 from taskferry.errors import TaskferryError
 from taskferry.settings import Settings, load_settings, read_yaml
 from taskferry.training.finetuning import FineTuning

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from taskferry.calibration.bounds import check_data_file, open_picture
-from taskferry.calibration.choices import GENERATE
-from taskferry.calibration.forms import Kind, unified
-from taskferry.disk.files import MOST_JSON, writing
+from taskferry.calibration.forms import Kind, renaming, unified
+from taskferry.choices import GENERATE
+from taskferry.disk.files import MOST_JSON, nearest, writing
 from taskferry.disk.temporary import sweep, temporary_folder
 from taskferry.errors import TaskferryError
 
@@ -91,14 +91,13 @@ def load_samples(
         rows = [dict(row) for row in dataset]
     except Exception as error:  # texts that are no text are found when they are looked at
         raise TaskferryError(f"{given} cannot be read: {_line(error)}") from error
+    if not rows:
+        raise TaskferryError(f"{given} is empty: give a file with about a hundred samples, one on each line")
     kind, rows = unified(rows, given)
     if len(rows) < 2:
         raise TaskferryError(f"{given} has {len(rows)} sample(s): about a hundred are needed, two at the very least")
     if kind is None:
-        raise TaskferryError(
-            f"{given} has the columns {', '.join(present)}: one of image, messages, conversations, prompt, chosen, "
-            "instruction with output, or text is needed"
-        )
+        raise TaskferryError(f"{given} has the columns {', '.join(present)}: {renaming(present)}")
     if kind == "image" and Path(given).exists():
         _check_paths(given, rows)
     beside = _classes_beside(Path(given))
@@ -170,7 +169,7 @@ def _load(given: str, cache: str, split: str, config: str | None) -> Any:
         raise TaskferryError(f"{given} cannot be read: {_line(error)}") from error
     if given == GENERATE:
         raise TaskferryError(f"only transfer, fit and plan {GENERATE} samples: give a file in its place")
-    raise TaskferryError(f"{given} does not exist")
+    raise TaskferryError(f"{given} does not exist{nearest(given)}")
 
 
 def _columns(path: Path) -> dict[str, list[Any]]:
@@ -235,5 +234,5 @@ def _classes_beside(path: Path) -> tuple[str, ...]:
     except (OSError, ValueError, RecursionError) as error:
         raise TaskferryError(f"{file} is no JSON: {error}") from error
     if not isinstance(names, list) or not all(isinstance(name, str | int) for name in names):
-        raise TaskferryError(f"{file} is no list of class names: mend it, or remove it")
+        raise TaskferryError(f"{file} is not a list of class names: fix it, or remove it")
     return tuple(map(str, names))

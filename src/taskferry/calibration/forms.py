@@ -17,6 +17,17 @@ from taskferry.errors import TaskferryError
 Kind = Literal["image", "messages", "prompt", "text"]
 Row = dict[str, Any]
 
+_OTHER_NAMES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("question", "answer"), ("prompt", "completion")),
+    (("input", "output"), ("prompt", "completion")),
+    (("input", "target"), ("prompt", "completion")),
+    (("query", "response"), ("prompt", "completion")),
+    (("instruction", "response"), ("prompt", "completion")),
+    (("premise", "hypothesis"), ("text", "text_pair")),
+    (("sentence1", "sentence2"), ("text", "text_pair")),
+    (("sentence", "review", "content", "words", "body"), ("text",)),
+    (("img", "picture", "jpg", "png"), ("image",)),
+)
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 
 
@@ -36,6 +47,15 @@ def unified(rows: Sequence[Row], given: str = "the data") -> tuple[Kind | None, 
     if "instruction" in columns and "output" in columns:
         return "prompt", [{**row, "prompt": _instruction(row), "completion": row["output"]} for row in rows]
     return ("text" if "text" in columns else None), list(rows)
+
+
+def renaming(columns: Sequence[str]) -> str:
+    """What to call the columns of data that no form fits."""
+    for names, wanted in _OTHER_NAMES:
+        found = [name for name in names if name in columns]
+        if len(found) == len(wanted):
+            return " and ".join(f"rename {old} to {new}" for old, new in zip(found, wanted, strict=True))
+    return "rename one of them to text, or two to prompt and completion (docs/commands.md lists every form)"
 
 
 def _conversation(row: Row, where: str) -> list[dict[str, Any]] | None:

@@ -11,7 +11,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from taskferry.calibration.choices import Sampler
+from taskferry.choices import Sampler
 from taskferry.errors import TaskferryError
 
 

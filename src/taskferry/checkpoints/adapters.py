@@ -141,8 +141,8 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
         shape = base.parameters[name]
         if change.shape != shape:
             raise TaskferryError(
-                f"{folder}: {name} changes by a matrix of shape {change.shape}, the base has {shape}: "
-                "it was made on another base model"
+                f"{folder} was made on another base model{_own_base(folder)}: {name} changes by a matrix of shape "
+                f"{change.shape}, the base has {shape}; give the adapter's own base as --source-base"
             )
         deltas[name] = change
     wrong = not_finite({name: (d.left, d.right) for name, d in deltas.items() if isinstance(d, LowRank)})
@@ -221,7 +221,17 @@ def _matched(
             renamed = {base.older(f"{module}.weight").removesuffix(".weight"): f for module, f in factors.items()}
             with suppress(TaskferryError):
                 return renamed, match_names([f"{module}.weight" for module in renamed], base.parameters)
-        raise TaskferryError(f"{folder} was made on another base model: {error}") from error
+        first = next(iter(factors))
+        raise TaskferryError(
+            f"{folder} was made on another base model{_own_base(folder)}: the base has no module {first}; give the "
+            "adapter's own base as --source-base (perhaps --source-base and --target-base are swapped)"
+        ) from error
+
+
+def _own_base(folder: Path) -> str:
+    """What the adapter itself says."""
+    own = read_config(folder).get("base_model_name_or_path")
+    return f" ({own})" if isinstance(own, str) and own else ""
 
 
 def _change(folder: Path, module: str, sides: Mapping[str, Tensor], rank: int, scale: float, experts: int) -> LowRank:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from taskferry.calibration.choices import WRITTEN
 from taskferry.checkpoints.folders import check_folder, check_inside
 from taskferry.checkpoints.loaded import Loaded, as_stored
 from taskferry.checkpoints.quantised import (
@@ -27,6 +26,7 @@ from taskferry.checkpoints.quantised import (
 )
 from taskferry.checkpoints.quantised_libraries import plain_skeleton, state_by_library
 from taskferry.checkpoints.scales import restored_state
+from taskferry.choices import WRITTEN
 from taskferry.disk.files import read_json
 from taskferry.errors import TaskferryError, first_line
 from taskferry.taskvector import TaskVector

@@ -25,7 +25,7 @@ from taskferry.checkpoints.loaded import Loaded, to_device
 from taskferry.checkpoints.quantised import same_form, traces
 from taskferry.checkpoints.states import is_state_file, read_state
 from taskferry.checkpoints.vocabulary import resized
-from taskferry.disk.files import is_finite
+from taskferry.disk.files import is_finite, nearest
 from taskferry.errors import TaskferryError
 from taskferry.taskvector import Delta, TaskVector, is_task_vector, match_names
 
@@ -64,8 +64,8 @@ def load_model(
                     raise TaskferryError(f"{given}: {name} holds numbers that are not finite: it is damaged")
             return Loaded(model.eval().requires_grad_(False), given, folder, kind, frozenset(absent), extra, dtype)
     raise TaskferryError(
-        f"{given} is no model: a folder with config.json (Hugging Face, timm) or open_clip_config.json, a hub id, "
-        "a .gguf file, or openclip:NAME:CHECKPOINT is needed"
+        f"{given} is not a model folder: give one with config.json (Hugging Face, timm) or open_clip_config.json, a "
+        "hub id, a .gguf file, or openclip:NAME:CHECKPOINT"
     )
 
 
@@ -75,7 +75,7 @@ def resolve(given: str) -> str:
         return given
     if _HUB_ID.fullmatch(given) and not given.startswith((".", "/")):
         return huggingface.download(given)
-    raise TaskferryError(f"{given} does not exist")
+    raise TaskferryError(f"{given} does not exist{nearest(given)}")
 
 
 @dataclass(frozen=True)

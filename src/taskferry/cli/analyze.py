@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from taskferry.analysis.study import analyze
 from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
-from taskferry.cli.screen import Screen, plain, print_json
+from taskferry.cli.terminal import plain, print_json, waiting
 from taskferry.cli.transfer import command_line
-from taskferry.disk.staging import check_free
-from taskferry.report.analysis import all_figures, analysis_report
-from taskferry.report.command import write_analysis
-from taskferry.report.parts import Figure
 from taskferry.settings import AnalyzeSettings, load_settings
 
+if TYPE_CHECKING:
+    from taskferry.report.parts import Figure
 
-def register(app: typer.Typer) -> None:
+
+def register(app: typer.Typer, panel: str) -> None:
     """Add the verb."""
-    app.command("analyze")(with_settings(AnalyzeSettings)(run))
+    app.command("analyze", rich_help_panel=panel)(with_settings(AnalyzeSettings)(run))
 
 
 def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as_json: Json = False) -> None:
     """Measure how alike two models are: CKA and cosine by block, before and after alignment; cost; drift."""
-    settings = load_settings(AnalyzeSettings, config, given)
+    with waiting(quiet or as_json):
+        settings = load_settings(AnalyzeSettings, config, given)
+        from taskferry.analysis.study import analyze
+        from taskferry.cli.screen import Screen
+        from taskferry.disk.staging import check_free
+        from taskferry.report.command import write_analysis
     if settings.out is not None:
         check_free(settings.out)
     screen = Screen(quiet=quiet, as_json=as_json)
@@ -44,6 +47,8 @@ def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as
 
 
 def _show(study: Mapping[str, Any], console: Console) -> None:
+    from taskferry.report.analysis import all_figures, analysis_report
+
     console.print(f"\n[bold]{plain(analysis_report(study, '').lead)}[/]")
     for figure in all_figures(study).values():
         console.print(_table(figure))

@@ -7,20 +7,26 @@ from typing import Any
 import typer
 
 from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
-from taskferry.cli.screen import Screen
+from taskferry.cli.terminal import waiting
 from taskferry.cli.transfer import command_line
-from taskferry.jobs.apply import apply_alignment
 from taskferry.settings import ApplySettings, load_settings
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, panel: str) -> None:
     """Add the verb."""
-    app.command("apply")(with_settings(ApplySettings, positional=("alignment", "source_tuned"))(run))
+    app.command("apply", rich_help_panel=panel)(
+        with_settings(ApplySettings, positional=("alignment", "source_tuned"))(run)
+    )
 
 
 def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as_json: Json = False) -> None:
     """Move a LoRA, a task vector or a tuned model by a saved alignment."""
-    settings = load_settings(ApplySettings, config, given)
+    with waiting(quiet or as_json):
+        settings = load_settings(ApplySettings, config, given)
+        from taskferry.cli.screen import Screen
+        from taskferry.jobs.apply import apply_alignment
     outcome = apply_alignment(settings, command=command_line())
     screen = Screen(quiet=quiet, as_json=as_json)
-    screen.verdict(outcome, f"evaluate {settings.out}; `taskferry transfer` would also choose the scale")
+    added = (settings.out / "adapter_config.json").exists()
+    what = f"{settings.target_base or 'BASE'} --add {settings.out}" if added else str(settings.out)
+    screen.verdict(outcome, f"taskferry evaluate {what} --test TEST_DATA")

@@ -9,13 +9,12 @@ import typer
 from rich.console import Console
 
 from taskferry.cli.options import Json
-from taskferry.cli.screen import plain, print_json
-from taskferry.jobs.apply import difference
+from taskferry.cli.terminal import plain, print_json, waiting
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, panel: str) -> None:
     """Add the verb."""
-    app.command("diff")(run)
+    app.command("diff", rich_help_panel=panel)(run)
 
 
 def run(
@@ -25,7 +24,10 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Write the task vector of a fine-tune."""
-    tau = difference(base, tuned, out)
+    with waiting(as_json):
+        from taskferry.jobs.apply import difference
+    with waiting(as_json, f"loading {base} and {tuned}"):
+        tau = difference(base, tuned, out)
     if as_json:
         print_json({"written": str(out), "parameters": len(tau), "norm": tau.norm()})
     else:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from collections import Counter
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from taskferry.checkpoints import load_model
 from taskferry.cli.options import Json
-from taskferry.cli.screen import plain, print_json
-from taskferry.sites.discovery import find_sites
-from taskferry.sites.pairing import pair_sites
+from taskferry.cli.terminal import plain, print_json, waiting
 
 EXTRAS = {
     "transformers": "hf",
@@ -28,9 +26,9 @@ EXTRAS = {
 }
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, panel: str) -> None:
     """Add the verb."""
-    app.command("doctor")(run)
+    app.command("doctor", rich_help_panel=panel)(run)
 
 
 def run(
@@ -39,32 +37,58 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Say what is installed, what is missing, and what would move between two models."""
-    report = examine(source, target)
+    with waiting(as_json):
+        report = {**installed(), **({} if source is None or target is None else pair(source, target))}
     if as_json:
         print_json(report)
         return
-    console = Console(highlight=False)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="cyan", justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in report.items():
-        console.print(f"[cyan]{name:>14}[/]  {plain(str(value))}")
+        lines = [f"{count} {reason}" for reason, count in value.items()] if isinstance(value, dict) else [str(value)]
+        table.add_row(name, plain("\n".join(lines)))
+    Console(highlight=False).print(table)
 
 
-def examine(source: str | None, target: str | None) -> dict[str, Any]:
-    """Facts for people and machines."""
+def installed() -> dict[str, Any]:
+    """Versions and the device."""
+    import torch
+
+    cuda = torch.cuda.is_available()
     report: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"cpu, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads",
     }
     for package, extra in EXTRAS.items():
         try:
             report[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             report[package] = f"missing: pip install 'taskferry[{extra}]'"
-    if source is not None and target is not None:
-        A, B = load_model(source), load_model(target)
-        pairs, unpaired = pair_sites(find_sites(A.model), find_sites(B.model))
-        report["pair"] = f"{type(A.model).__name__} to {type(B.model).__name__}: {len(pairs)} sites would move"
-        report["would not move"] = dict(unpaired) or "nothing"
+    return report
+
+
+def pair(source: str, target: str) -> dict[str, Any]:
+    """What would move between two models, what would stay and why; or the sentence with which `transfer` refuses."""
+    from taskferry.checkpoints import load_model
+    from taskferry.coverage import reasons_to_keep
+    from taskferry.errors import TaskferryError
+    from taskferry.fitting.preparation import language_kind
+    from taskferry.sites.discovery import find_sites
+    from taskferry.sites.pairing import pair_sites
+
+    A, B = load_model(source), load_model(target)
+    report: dict[str, Any] = {"pair": f"{type(A.model).__name__} to {type(B.model).__name__}"}
+    try:
+        language_kind(A, B)
+    except TaskferryError as error:
+        return {**report, "would move": f"nothing, transfer refuses this pair: {error}"}
+    sites = find_sites(B.model)
+    pairs, unpaired = pair_sites(find_sites(A.model), sites)
+    linear = {name for site in sites for name in (site.weight, site.bias) if name}
+    others = [reason for name, reason in reasons_to_keep(B.model).items() if name not in linear]
+    report["would move"] = f"{len(pairs)} of the {len(sites)} linear layers of {target}"
+    stays = Counter([*unpaired.values(), *others])
+    report["would stay"] = dict(stays.most_common()) or "nothing"
     return report

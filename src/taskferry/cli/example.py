@@ -9,20 +9,22 @@ import typer
 from rich.console import Console
 
 from taskferry.cli.options import Json, Quiet
-from taskferry.cli.screen import plain, print_json
-from taskferry.example import write_example
+from taskferry.cli.terminal import plain, print_json, waiting
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, panel: str) -> None:
     """Add the verb."""
-    app.command("example")(run)
+    app.command("example", rich_help_panel=panel)(run)
 
 
 def run(
     folder: Annotated[Path, typer.Argument(help="a new folder")], quiet: Quiet = False, as_json: Json = False
 ) -> None:
     """Write two small models, a LoRA and data into a new folder: every command of the documentation runs in it."""
-    parts = write_example(folder)
+    with waiting(quiet or as_json):
+        from taskferry.example import write_example
+
+        parts = write_example(folder)
     if as_json:
         print_json({"folder": str(folder), "parts": parts})
         return

@@ -7,22 +7,24 @@ from typing import Any
 import typer
 
 from taskferry.cli.options import DryRun, Json, Quiet, YamlFile, with_settings
-from taskferry.cli.screen import Screen, plain, print_json
-from taskferry.jobs.fit import fit_alignment
+from taskferry.cli.terminal import plain, print_json, waiting
 from taskferry.jobs.settings import FitSettings
 from taskferry.settings import load_settings
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, panel: str) -> None:
     """Add the verb."""
-    app.command("fit")(with_settings(FitSettings)(run))
+    app.command("fit", rich_help_panel=panel)(with_settings(FitSettings)(run))
 
 
 def run(
     given: dict[str, Any], config: YamlFile = None, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False
 ) -> None:
     """Fit the maps between two base models and save them as one alignment file."""
-    settings = load_settings(FitSettings, config, given)
+    with waiting(quiet or as_json):
+        settings = load_settings(FitSettings, config, given)
+        from taskferry.cli.screen import Screen
+        from taskferry.jobs.fit import fit_alignment
     screen = Screen(quiet=quiet, as_json=as_json, show_plan=dry_run)
     with screen.bars():
         alignment = fit_alignment(settings, reporter=screen, dry_run=dry_run)

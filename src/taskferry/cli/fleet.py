@@ -4,46 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from taskferry.cli.options import Json, Quiet
-from taskferry.cli.screen import plain, print_json
-from taskferry.fleet.run import FleetReporter, run_fleet
+from taskferry.cli.terminal import plain, print_json, waiting
 from taskferry.settings import FleetSettings, load_settings
+
+if TYPE_CHECKING:
+    from taskferry.fleet.run import FleetReporter
 
 PlanFile = Annotated[Path, typer.Argument(help="a YAML file: adapters, out, and moves with their alignments")]
 FAILED = 4  # some adapters could not be moved; the others were
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, panel: str) -> None:
     """Add the verb."""
-    app.command("fleet")(run)
+    app.command("fleet", rich_help_panel=panel)(run)
 
 
-class _Bar(FleetReporter):
-    def __init__(self, progress: Progress) -> None:
-        self.progress_bar = progress
-        self.task = progress.add_task("adapters", total=None)
+def _bar(bars: Progress) -> FleetReporter:
+    from taskferry.fleet.run import FleetReporter
 
-    def progress(self, counts: Mapping[str, int], total: int, rate: float) -> None:
-        text = f"{counts['done']} done, {counts['failed']} failed, {rate:.0f} a second"
-        self.progress_bar.update(self.task, description=text, completed=sum(counts.values()), total=total)
+    task = bars.add_task("adapters", total=None)
+
+    class Bar(FleetReporter):
+        """A bar of all adapters."""
+
+        def progress(self, counts: Mapping[str, int], total: int, rate: float) -> None:
+            """Move it."""
+            text = f"{counts['done']} done, {counts['failed']} failed, {rate:.0f} a second"
+            bars.update(task, description=text, completed=sum(counts.values()), total=total)
+
+    return Bar()
 
 
 def run(plan: PlanFile, quiet: Quiet = False, as_json: Json = False) -> None:
-    """Move every adapter of a folder to one or more new bases, in parallel; run it again to go on."""
-    settings = load_settings(FleetSettings, plan, {})
+    """Move every adapter of a folder to one or more new bases, in parallel; rerun to resume."""
+    with waiting(quiet or as_json):
+        settings = load_settings(FleetSettings, plan, {})
+        from taskferry.fleet.run import run_fleet
     console = Console(highlight=False)
     if quiet or as_json:
         summary = run_fleet(settings)
     else:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console) as progress:
-            summary = run_fleet(settings, _Bar(progress))
+            summary = run_fleet(settings, _bar(progress))
     if as_json:
         print_json(summary)
     elif not quiet:
@@ -54,6 +64,6 @@ def run(plan: PlanFile, quiet: Quiet = False, as_json: Json = False) -> None:
         for reason, count in list(summary["reasons"].items())[:5]:
             console.print(f"[dim]  {count} failed: {plain(reason)}[/]")
         console.print(f"[dim]  what became of each: {plain(summary['manifest'])}[/]")
-        console.print(f"[bold]next[/]   open {plain(settings.out)}/summary.html; mend what failed and run it again")
+        console.print(f"[bold]next[/]   open {plain(settings.out)}/summary.html; fix what failed and run it again")
     if summary["failed"]:
         raise typer.Exit(FAILED)

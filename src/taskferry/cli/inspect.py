@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from taskferry.alignment import Alignment, is_alignment
-from taskferry.checkpoints import gguf, is_adapter, load_model
-from taskferry.checkpoints.models import resolve
-from taskferry.checkpoints.states import read_state
 from taskferry.cli.options import Json
-from taskferry.cli.screen import plain, print_json
-from taskferry.disk.files import read_json
+from taskferry.cli.terminal import plain, print_json, waiting
 from taskferry.errors import TaskferryError
-from taskferry.sites.discovery import find_sites
-from taskferry.taskvector import LowRank, TaskVector, is_task_vector
+
+if TYPE_CHECKING:
+    from taskferry.taskvector import TaskVector
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, panel: str) -> None:
     """Add the verb."""
-    app.command("inspect")(run)
+    app.command("inspect", rich_help_panel=panel)(run)
 
 
 def run(
     path: Annotated[str, typer.Argument(help="a model, task vector, alignment, or output folder")],
+    every: Annotated[bool, typer.Option("--all", help="every parameter of an output, not one line a reason")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the sites of a model, a task vector, an alignment, or the record of an output."""
-    title, rows = describe(path)
+    """Show the linear layers of a model, a task vector, an alignment, or what moved in an output."""
+    with waiting(as_json):
+        title, rows = describe(path)
     if as_json:
         print_json({"what": title, "rows": rows})
         return
     console = Console(highlight=False)
     console.print(f"[bold]{plain(title)}[/]")
+    if rows and "status" in rows[0] and not every:
+        rows = by_reason(rows)
     table = Table(box=None, pad_edge=False, header_style="cyan")
     for column in rows[0] if rows else ():
         table.add_column(column.replace("_", " "))
@@ -45,8 +45,26 @@ def run(
     console.print(table)
 
 
+def by_reason(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for all parameters that moved, or stayed for the same reason, with the first of them."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        groups.setdefault((row["status"], row["reason"]), []).append(row["parameter"])
+    return [
+        {"parameters": len(names), "status": status, "reason": reason, "such_as": names[0]}
+        for (status, reason), names in groups.items()
+    ]
+
+
 def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
     """A title and a table."""
+    from taskferry.alignment import Alignment, is_alignment
+    from taskferry.checkpoints import gguf, is_adapter, load_model
+    from taskferry.checkpoints.models import resolve
+    from taskferry.disk.files import read_json
+    from taskferry.sites.discovery import find_sites
+    from taskferry.taskvector import TaskVector, is_task_vector
+
     path = Path(given)
     if (path / "taskferry.json").is_file():
         try:
@@ -62,7 +80,10 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
         if is_alignment(path):
             found = Alignment.load(path)
             models = (found.model("source")["class"], found.model("target")["class"])
-            return f"alignment from {models[0]} to {models[1]}: {len(found.pairs)} pairs of sites", found.table()
+            return (
+                f"alignment from {models[0]} to {models[1]}: {len(found.pairs)} pairs of linear layers",
+                found.table(),
+            )
         raise TaskferryError(f"{given} is neither an alignment nor a task vector of taskferry")
     if is_adapter(folder := Path(resolve(given))):
         return _adapter(folder)
@@ -70,12 +91,15 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
     sites = find_sites(loaded.model)
     columns = ("name", "stack", "block", "role", "shape", "fixed")
     stored = loaded.extra.get("quantised")
-    title = f"{type(loaded.model).__name__}: {len(sites)} sites{f', stored in {stored}' if stored else ''}"
+    title = f"{type(loaded.model).__name__}: {len(sites)} linear layers{f', stored in {stored}' if stored else ''}"
     return title, [{c: getattr(site, c) for c in columns} for site in sites]
 
 
 def _adapter(path: Path) -> tuple[str, list[dict[str, Any]]]:
     """An adapter by itself: its settings, and the shapes of its factors."""
+    from taskferry.checkpoints.states import read_state
+    from taskferry.disk.files import read_json
+
     config = read_json(path / "adapter_config.json")
     state = read_state(path / "adapter_model.safetensors")
     title = f"{config.get('peft_type')} adapter of rank {config.get('r')} for {config.get('base_model_name_or_path')}"
@@ -83,6 +107,8 @@ def _adapter(path: Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _changes(tau: TaskVector) -> list[dict[str, Any]]:
+    from taskferry.taskvector import LowRank
+
     return [
         {
             "parameter": name,

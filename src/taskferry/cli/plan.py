@@ -7,17 +7,22 @@ from typing import Any
 import typer
 
 from taskferry.cli.options import Json, YamlFile, with_settings
-from taskferry.cli.screen import Screen
-from taskferry.jobs.fit import plan_transfer
+from taskferry.cli.terminal import waiting
 from taskferry.jobs.settings import PlanSettings
 from taskferry.settings import load_settings
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, panel: str) -> None:
     """Add the verb."""
-    app.command("plan")(with_settings(PlanSettings)(run))
+    app.command("plan", rich_help_panel=panel)(with_settings(PlanSettings)(run))
 
 
 def run(given: dict[str, Any], config: YamlFile = None, as_json: Json = False) -> None:
     """Time and memory of a transfer on this machine, from the sizes and a few seconds of trial."""
-    plan_transfer(load_settings(PlanSettings, config, given), Screen(as_json=as_json, show_plan=True))
+    with waiting(as_json):
+        settings = load_settings(PlanSettings, config, given)
+        from taskferry.cli.screen import Screen
+        from taskferry.jobs.fit import plan_transfer
+    screen = Screen(as_json=as_json, show_plan=True)
+    with screen.bars():
+        plan_transfer(settings, screen)

@@ -8,19 +8,20 @@ import typer
 from rich.console import Console
 
 from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
-from taskferry.cli.screen import plain, print_json
-from taskferry.integrations.hub import push
+from taskferry.cli.terminal import plain, print_json, waiting
 from taskferry.settings import PushSettings, load_settings
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, panel: str) -> None:
     """Add the verb."""
-    app.command("push")(with_settings(PushSettings, positional=("folder", "repo"))(run))
+    app.command("push", rich_help_panel=panel)(with_settings(PushSettings, positional=("folder", "repo"))(run))
 
 
 def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as_json: Json = False) -> None:
     """Send what transfer or apply wrote to a model hub. Nothing else ever sends anything."""
-    settings = load_settings(PushSettings, config, given)
+    with waiting(quiet or as_json, "starting"):
+        settings = load_settings(PushSettings, config, given)
+        from taskferry.integrations.hub import push
     address = push(
         settings.folder,
         settings.repo,

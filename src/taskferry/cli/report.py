@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 
 from taskferry.cli.options import Json, Quiet
-from taskferry.cli.screen import plain, print_json
-from taskferry.report.command import write_report
+from taskferry.cli.terminal import plain, print_json, waiting
 
 
 class Form(str, Enum):
@@ -21,9 +20,9 @@ class Form(str, Enum):
     md = "md"
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, panel: str) -> None:
     """Add the verb."""
-    app.command("report")(run)
+    app.command("report", rich_help_panel=panel)(run)
 
 
 def run(
@@ -38,7 +37,10 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Write a page that shows a transfer, an analysis or a benchmark."""
-    path, shown = write_report(given, out, form.value)
+    with waiting(quiet or as_json, "drawing"):
+        from taskferry.report.command import write_report
+
+        path, shown = write_report(given, out, form.value)
     if as_json:
         print_json({"written": str(path), "kind": shown.kind, "title": shown.title})
     elif not quiet:

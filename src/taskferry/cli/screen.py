@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from taskferry.cli.terminal import plain, print_json
 from taskferry.display.bars import Bars
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Outcome, Reporter
-
-
-def plain(text: object) -> str:
-    """Text from files and models as text: no markup, no control characters."""
-    return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in str(text)))
+from taskferry.jobs.settings import TransferSettings
+from taskferry.methods.registry import FEW
 
 
 class Screen(Reporter):
@@ -57,7 +54,7 @@ class Screen(Reporter):
         table.add_column(overflow="fold")
         for name, value in lines.items():
             table.add_row(name, plain(value))
-        table.add_row("will move", f"{plan.pairs} linear maps of {plan.sites} in the target")
+        table.add_row("will move", f"into {plan.pairs} of {plan.sites} linear layers of the target")
         away = f", and {_bytes(plan.device_bytes)} on the devices" if plan.device_bytes else ""
         table.add_row("memory", f"about {_bytes(plan.memory_bytes)}{away} at the peak")
         parts = ", ".join(
@@ -73,6 +70,11 @@ class Screen(Reporter):
         if self._bars is not None:
             self._bars(what, done, total)
 
+    def note(self, what: str) -> None:
+        """A line that says what takes a while."""
+        if self._bars is not None:
+            self._bars.note(what)
+
     def verdict(self, outcome: Outcome, next_step: str) -> None:
         """Coverage, loss, scale, next step; or all of it as JSON."""
         if self.as_json:
@@ -80,19 +82,50 @@ class Screen(Reporter):
             return
         if self.silent:
             return
+        told = outcome.record["verdict"]
         mark = "[bold green]moved[/]" if outcome.written is not None else "[bold yellow]refused[/]"
+        if outcome.written is not None and worse(told):
+            mark = "[bold red]moved, but worse[/]"
         self.console.print(f"\n{mark}  {plain(outcome.sentence)}")
+        for text in told.get("warnings", ()):
+            self.console.print(f"[bold yellow]warning[/]  {plain(text)}")
         for line in str(outcome.record["coverage_summary"]).splitlines()[1:]:
             self.console.print(f"[dim]{plain(line)}[/]")
         for name, error in _worst(outcome.record.get("truncation", {})):
             self.console.print(f"[dim]  cut to a LoRA: {plain(name)} loses {100 * error:.1f} % of its norm[/]")
-        self.console.print(f"[bold]next[/]   {plain(next_step)}")
+        self.console.print(f"[bold]next[/]   {plain(next_step)}", soft_wrap=True)
 
 
-def print_json(data: Any) -> None:
-    """Plain JSON on standard output."""
-    json.dump(data, sys.stdout, indent=1, default=str)
-    print()
+def worse(told: Mapping[str, Any]) -> bool:
+    """Whether the loss was measured and did not fall."""
+    before, after = told.get("loss_before"), told.get("loss_after")
+    return before is not None and after is not None and not after < before
+
+
+def next_after(settings: TransferSettings, outcome: Outcome) -> str:
+    """What to type after a transfer."""
+    if outcome.written is None:
+        return "try more samples, another --objective, or add --scale 1 to the same command to write it anyway"
+    if worse(outcome.record["verdict"]):
+        return f"rm -r {shlex.quote(str(settings.out))}, then the same command without --scale"
+    lines = [evaluation(settings, outcome), f"taskferry report {shlex.quote(str(settings.out))}"]
+    if not settings.refine and settings.engine_name == "whole" and len(outcome.record["calibration"]["indices"]) >= FEW:
+        lines.append("to recover more by training, without labels: add --refine 100 and another --out")
+    return "\n       ".join(lines)
+
+
+def evaluation(settings: TransferSettings, outcome: Outcome) -> str:
+    """The command that scores what was moved on held-out samples."""
+    out, data = shlex.quote(str(settings.out)), Path(settings.calibration)
+    added = (settings.out / "adapter_config.json").exists() or settings.as_task_vector
+    what = f"{shlex.quote(settings.target_base)} --add {out}" if added else out
+    if settings.as_task_vector:
+        what += "/task_vector.safetensors"
+    beside = data.with_name(f"test{data.suffix}")
+    test = shlex.quote(str(beside)) if data.is_file() and beside.is_file() and beside != data else "TEST_DATA"
+    language = outcome.record["verdict"].get("loss_unit") == "per token"
+    shots = "" if language else f" --shots {shlex.quote(settings.calibration)}"
+    return f"taskferry evaluate {what} --test {test}{shots}"
 
 
 def _worst(errors: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -10,46 +10,45 @@ from typing import Any
 
 import typer
 
-from taskferry.calibration.choices import GENERATE
-from taskferry.cli.options import DryRun, Json, Quiet, YamlFile, with_settings
-from taskferry.cli.screen import Screen
+from taskferry.choices import GENERATE
+from taskferry.cli.options import DryRun, Json, Quiet, YamlFile, example, with_settings
+from taskferry.cli.terminal import waiting
 from taskferry.disk.files import read_json
-from taskferry.engines.ranks import rank_and_size
+from taskferry.engines.launch import rank_and_size
 from taskferry.errors import TaskferryError
-from taskferry.fitting.language import is_language_class
 from taskferry.jobs.settings import TransferSettings
-from taskferry.jobs.transfer import transfer
-from taskferry.methods.registry import FEW
 from taskferry.settings import load_settings, read_yaml
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, panel: str) -> None:
     """Add the verb."""
-    app.command("transfer")(with_settings(TransferSettings)(run))
+    shown = example(
+        "taskferry transfer --source-base base-a --source-tuned my-lora --target-base base-b "
+        "--calibration data.jsonl --out my-lora-on-b"
+    )
+    app.command("transfer", rich_help_panel=panel, epilog=shown)(with_settings(TransferSettings)(run))
 
 
 def run(
     given: dict[str, Any], config: YamlFile = None, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False
 ) -> None:
     """Move a fine-tune (a full model or a LoRA) to another base model."""
-    try:
-        settings = load_settings(TransferSettings, config, given)
-    except TaskferryError as error:
-        raise TaskferryError(
-            with_samples(str(error), given if config is None else {**read_yaml(config), **given})
-        ) from error
+    with waiting(quiet or as_json):
+        try:
+            settings = load_settings(TransferSettings, config, given)
+        except TaskferryError as error:
+            known = given if config is None else {**read_yaml(config), **given}
+            raise TaskferryError(with_samples(str(error), known)) from error
+        from taskferry.cli.screen import Screen, next_after
+        from taskferry.jobs.transfer import transfer
     screen = Screen(quiet=quiet, as_json=as_json, show_plan=dry_run)
     with screen.bars():
         outcome = transfer(settings, command=command_line(), reporter=screen, dry_run=dry_run)
     if outcome is None or rank_and_size()[0] > 0:
         return
+    screen.verdict(outcome, next_after(settings, outcome))
     if outcome.written is None:
-        screen.verdict(outcome, "try more samples, another objective, or --scale 1 to write it all the same")
         raise typer.Exit(3)
-    after = f"evaluate {settings.out} on your own data before you use it"
-    if not settings.refine and settings.engine_name == "whole" and len(outcome.record["calibration"]["indices"]) >= FEW:
-        after += "; --refine 100 would train it on, towards the tuned source and without labels"
-    screen.verdict(outcome, after)
 
 
 def with_samples(sentence: str, given: Mapping[str, Any]) -> str:
@@ -70,6 +69,8 @@ def with_samples(sentence: str, given: Mapping[str, Any]) -> str:
 
 def _may_write(base: str) -> bool:
     """Whether a model is a language model, as far as its folder says; of a hub's nothing is known yet."""
+    from taskferry.fitting.language import is_language_class
+
     config = Path(base) / "config.json"
     named = read_json(config).get("architectures") if config.is_file() else None
     unknown = not Path(base).exists() and not base.startswith("openclip:")

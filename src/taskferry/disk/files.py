@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import hashlib
 import json
@@ -148,6 +149,17 @@ def is_kind(path: str | Path, kind: str) -> bool:
             return True
     except TaskferryError:
         return False
+
+
+def nearest(given: str | Path) -> str:
+    """`: did you mean …?` for a name that is not there, where its folder has one much like it."""
+    path = Path(given)
+    try:
+        names = [each.name for each in path.parent.iterdir()]
+    except OSError:
+        return f": there is no folder {path.parent}"
+    close = difflib.get_close_matches(path.name, names, 1)
+    return f": did you mean {path.parent / close[0]}?" if close else f": {path.parent.resolve()} has no such name"
 
 
 def is_finite(tensor: Tensor) -> bool:

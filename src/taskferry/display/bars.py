@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from rich.console import Console
+from rich.markup import escape as escaped
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from taskferry.display.html import escape, table, tag
@@ -51,7 +52,12 @@ class Bars:
     def __call__(self, what: str, done: int, total: int, note: str = "") -> None:
         """Move a bar."""
         name, comma, stage = what.partition(", ")  # a stage of a method: "capture, halfway"
+        self._drawn.note("")
         self._drawn.draw(f"{self.titles.get(name, name)}{comma}{stage}", done, total, note)
+
+    def note(self, what: str) -> None:
+        """What takes a while and has no steps; shown until the next note or step."""
+        self._drawn.note(what)
 
 
 P = ParamSpec("P")
@@ -84,10 +90,18 @@ class _Terminal:
         self.progress = Progress(*columns, console=console)
         self.tasks: dict[str, TaskID] = {}
 
+        self.waiting: TaskID | None = None
+
     def start(self) -> None:
         self.progress.start()
 
+    def note(self, what: str) -> None:
+        if self.waiting is not None:
+            self.progress.remove_task(self.waiting)
+        self.waiting = self.progress.add_task(escaped(what), total=None, note="") if what else None
+
     def stop(self) -> None:
+        self.note("")
         self.progress.stop()
 
     def draw(self, title: str, done: int, total: int, note: str) -> None:
@@ -110,6 +124,9 @@ class _Notebook:
 
     def stop(self) -> None:
         self._show()
+
+    def note(self, what: str) -> None:
+        """Cells of a notebook show that they run."""
 
     def draw(self, title: str, done: int, total: int, note: str) -> None:
         now = time.monotonic()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from taskferry.alignment import NO_CHANGE, Alignment
 from taskferry.calibration.batch import Batch, Calibration
+from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
 from taskferry.disk.files import hash_parameters
 from taskferry.display.bars import with_bars
 from taskferry.engines.pair import ModelPair, Moved, Work
@@ -30,7 +31,6 @@ from taskferry.fitting.routing import Meeting, match_experts
 from taskferry.fitting.scale import losses_at, moved_by
 from taskferry.fitting.solve import Finished, GroupSums, MapOptions, Solved, Step, solve_group
 from taskferry.fitting.statistics import Capture, Point, Statistics
-from taskferry.maths.procrustes import DEFAULT_TOLERANCE, RankPolicy
 from taskferry.sites.pairing import DepthRule, Pair, Place, nearest_block
 from taskferry.taskvector import TaskVector
 

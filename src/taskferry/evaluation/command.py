@@ -37,7 +37,7 @@ def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -
     support = []
     if shots is not None:
         support = Pool(shots, loaded, max_length=settings.max_length).batches(range(len(shots)), settings.micro_batch)
-    return evaluate(loaded.model, batches, objective, support, progress), objective.describe()
+    return evaluate(loaded.model, batches, objective, support, progress), objective.words
 
 
 def _objective(settings: EvaluateSettings, loaded: Loaded, test: Samples) -> Objective:

@@ -2,7 +2,7 @@
 
 >>> evaluate(model, test, ZeroShot(classes, tokenizer))          # a frozen head from the model's own text tower
 >>> evaluate(model, test, LinearProbe(), shots=train)            # a head fitted on other samples, then frozen
->>> evaluate(model, test, LanguageModel())                       # loss a token
+>>> evaluate(model, test, LanguageModel())                       # loss per token
 """
 
 from __future__ import annotations

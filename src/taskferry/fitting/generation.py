@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from taskferry.calibration.choices import FREE, OWN
 from taskferry.calibration.data import Samples, load_samples
 from taskferry.calibration.forms import Kind, Row
 from taskferry.calibration.language import check_fast, messages_of
 from taskferry.calibration.samplers import choose
 from taskferry.checkpoints import Loaded, Tuned
+from taskferry.choices import FREE, OWN
 from taskferry.errors import TaskferryError
 from taskferry.fitting.models import device_of
 from taskferry.fitting.preparation import language_kind

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from taskferry.calibration.batch import Batch, Calibration
+from taskferry.calibration.batch import IGNORED, Batch, Calibration
 from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Loss
 from taskferry.fitting.halving import Halving
-from taskferry.fitting.language import is_language_model, logits_of, predicted
+from taskferry.fitting.language import expected, is_language_model, logits_of, predicted
 from taskferry.fitting.models import device_of, frozen, place_of, wide
 from taskferry.sites import family_of
 
@@ -31,6 +31,13 @@ Logits = Callable[[Batch], Tensor]
 
 class Objective:
     """Something that turns a model into a loss on micro-batches."""
+
+    words: ClassVar[str] = "your own loss"  # for people
+    unit: ClassVar[str] = "per sample"  # of a mean loss
+
+    def units(self, model: nn.Module, batches: Sequence[Batch]) -> int:  # noqa: ARG002
+        """How many samples, or tokens that count, a mean loss is taken over."""
+        return sum(map(len, batches))
 
     def bind(self, model: nn.Module, batches: Sequence[Batch]) -> Loss:  # noqa: ARG002
         """The loss of this model; `batches` are its side of the calibration set."""
@@ -87,6 +94,8 @@ class Classifier(Objective):
 class Head(Classifier):
     """The model's own classification head: `model(**inputs).logits`, or the tensor it returns."""
 
+    words: ClassVar[str] = "the model's own head"
+
     def logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:  # noqa: ARG002
         """The model's logits."""
         family = family_of(model)
@@ -101,6 +110,8 @@ class ZeroShot(Classifier):
     `lambda texts: tokenizer(texts, padding=True, return_tensors="pt")` for transformers. Give one objective for
     each model where their tokenizers differ: `fit(A, B, calibration, (ZeroShot(…), ZeroShot(…)))`.
     """
+
+    words: ClassVar[str] = "a zero-shot head"
 
     classes: Sequence[str]
     tokenize: Callable[[list[str]], Any]
@@ -138,6 +149,7 @@ class Prototypes(Classifier):
     """
 
     fitted: ClassVar[bool] = True
+    words: ClassVar[str] = "class means of the samples (prototypes)"
 
     temperature: float = 5.0
 
@@ -159,6 +171,7 @@ class LinearProbe(Classifier):
     """A ridge-regularised logistic probe on standardised features, fitted on the calibration set, then frozen."""
 
     fitted: ClassVar[bool] = True
+    words: ClassVar[str] = "a linear probe"
 
     ridge: float = 1.0
 
@@ -179,6 +192,7 @@ class CrossProbe(Classifier):
     """
 
     fitted: ClassVar[bool] = True
+    words: ClassVar[str] = "a linear probe, each sample scored by the half without it"
 
     ridge: float = 1.0
 
@@ -225,6 +239,8 @@ class CrossProbe(Classifier):
 class NewHead(Classifier):
     """A new linear layer on the features, for fine-tuning: `finetune` trains it with the model."""
 
+    words: ClassVar[str] = "a new head"
+
     def __init__(self, classes: int) -> None:
         self.classes = classes
         self.module: nn.Linear | None = None
@@ -246,6 +262,13 @@ class LanguageModel(Objective):
 
     A causal model predicts label t + 1 at position t, an encoder-decoder label t at position t.
     """
+
+    words: ClassVar[str] = "the next-token loss"
+    unit: ClassVar[str] = "per token"
+
+    def units(self, model: nn.Module, batches: Sequence[Batch]) -> int:
+        """Tokens that count."""
+        return sum(int((expected(model, batch) != IGNORED).sum()) for batch in batches)
 
     def bind(self, model: nn.Module, batches: Sequence[Batch]) -> Loss:  # noqa: ARG002
         """Summed cross-entropy over tokens; no other position has its words scored."""

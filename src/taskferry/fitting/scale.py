@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ Losses = Callable[[Sequence[float]], Sequence[float]]  # scales -> the loss at e
 
 @dataclass(frozen=True)
 class ScaleCurve:
-    """Every loss that was looked at, and the scale with the lowest."""
+    """Every loss that was measured, and the scale with the lowest."""
 
     points: tuple[tuple[float, float], ...]  # (scale, loss), ascending
     best: float
@@ -52,6 +52,11 @@ class ScaleCurve:
     def loss(self, scale: float) -> float:
         """The loss at a scale that was evaluated."""
         return dict(self.points)[scale]
+
+    def times(self, factor: float, of_folds: Sequence[float] = ()) -> ScaleCurve:
+        """The same curve in another unit, such as per token instead of per sample; folds have factors of their own."""
+        folds = [(k * a, k * b) for k, (a, b) in zip(of_folds, self.folds, strict=True)] if self.folds else []
+        return replace(self, points=tuple((s, factor * loss) for s, loss in self.points), folds=tuple(folds))
 
 
 def choose_scale(losses: Losses, *, largest: float = LARGEST, rounds: int = ROUNDS) -> ScaleCurve:
@@ -96,7 +101,7 @@ def _inside(left: float, middle: float, right: float, known: dict[float, float])
 
 
 def calibration_loss(model: nn.Module, loss: Loss, batches: Sequence[Batch]) -> float:
-    """Mean loss a sample, forward passes only."""
+    """Mean loss per sample, forward passes only."""
     place, halving = place_of(model), Halving()
     with torch.no_grad(), frozen(model):
         total = sum(part for each in batches for part in halving.run(lambda batch: float(loss(batch.to(*place))), each))
@@ -130,7 +135,7 @@ def moved_by(model: nn.Module, tau: TaskVector) -> Iterator[Callable[[float], No
 def losses_at(
     model: nn.Module, tau: TaskVector, loss: Loss, batches: Sequence[Batch], scales: Sequence[float]
 ) -> list[float]:
-    """The mean loss a sample of model + scale · τ, at each scale."""
+    """The mean loss per sample of model + scale · τ, at each scale."""
     found = []
     with moved_by(model, tau) as set_scale:
         for scale in scales:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from taskferry.alignment import AlignedPair, Alignment
+from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
 from taskferry.errors import TaskferryError
 from taskferry.fitting.statistics import Statistics
-from taskferry.maths.procrustes import DEFAULT_TOLERANCE, Map, RankPolicy
+from taskferry.maths.procrustes import Map
 from taskferry.maths.sums import CrossCovariance, Quality, solve_all
 from taskferry.sites.pairing import Pair
 

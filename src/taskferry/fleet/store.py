@@ -42,7 +42,7 @@ class Store:
     def adapters(self) -> list[str]:
         """Names of the folders in it, sorted."""
         if not self.fs.isdir(self.root):
-            raise TaskferryError(f"{self.address} is no folder")
+            raise TaskferryError(f"{self.address} is not a folder: give one with adapters")
         entries = {str(entry["name"]).rstrip("/"): entry for entry in self.fs.ls(self.root, detail=True)}
         folders = [
             at for at, e in entries.items() if e["type"] == "directory" or (e.get("islink") and self.fs.isdir(at))

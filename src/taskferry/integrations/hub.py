@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from taskferry.calibration.choices import WRITTEN
+from taskferry.choices import WRITTEN
 from taskferry.errors import TaskferryError
 
 if TYPE_CHECKING:

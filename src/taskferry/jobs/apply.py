@@ -14,8 +14,9 @@ from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
 from taskferry.jobs.output import dequantised, in_form, output_kind, write_output
-from taskferry.jobs.record import Outcome, applied, make_record, summary
+from taskferry.jobs.record import Outcome, make_record, summary
 from taskferry.jobs.spectrum import energy_moved
+from taskferry.jobs.verdict import applied
 from taskferry.settings import ApplySettings
 from taskferry.taskvector import TaskVector
 
@@ -65,7 +66,7 @@ def apply_record(
         settings,
         inputs,
         moved,
-        verdict=applied(moved, settings.scale, energy_moved(tuned.tau, moved)),
+        verdict=applied(moved, settings.scale, energy_moved(tuned.tau, moved), tuned.ignored),
         provenance=alignment.provenance,
         sites=table,
         ignored=tuned.ignored,

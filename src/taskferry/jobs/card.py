@@ -27,6 +27,10 @@ def _energy(verdict: Mapping[str, Any]) -> str:
     return "" if share is None else f"\n- share of the change (‖τ‖²) that had a place to move to: {100 * share:.0f} %"
 
 
+def _warnings(verdict: Mapping[str, Any]) -> str:
+    return "".join(f"\n> **Warning:** {_shown(text)}\n" for text in verdict.get("warnings", ()))
+
+
 def _shown(text: object) -> str:
     """Names come from files: without what would end a code block, start a tag or steer a terminal."""
     marks = {"`": "'", "<": "‹", ">": "›"}
@@ -40,7 +44,7 @@ def write_card(folder: Path, record: Mapping[str, Any], *, adapter: bool) -> Non
 # {"A LoRA adapter" if adapter else "A model"} moved with taskferry
 
 {_shown(verdict["sentence"])}
-
+{_warnings(verdict)}
 - moved from: `{_shown(settings.get("source_tuned"))}` on `{_shown(settings.get("source_base"))}`
 - moved to: `{_shown(settings.get("target_base") or "")}`
 - scale: {verdict["scale"]}{_energy(verdict)}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from taskferry.alignment import Alignment
 from taskferry.disk.files import write_text
 from taskferry.disk.staging import check_free
-from taskferry.engines.ranks import rank_and_size
+from taskferry.engines.launch import rank_and_size
 from taskferry.errors import TaskferryError
 from taskferry.fitting.generation import beside
 from taskferry.jobs.cost import Plan
@@ -40,6 +40,7 @@ def fit_alignment(
             size = rank_and_size()[1]
             if size > 1:
                 lines["processes"] = f"{size}, which share passes and maps; the time below is that of one"
+            reporter.note("measuring this machine for the plan")
             reporter.plan(models.planned(plan_job(job, method, own)), lines)
         if dry_run:
             return None
@@ -63,6 +64,7 @@ def plan_transfer(settings: PlanSettings, reporter: Reporter) -> Plan:
     method, own = settings.chosen()
     with opened(settings, reporter, None, dry_run=True) as models:
         job = Job(models.pair, models.tuned.tau, every_site=settings.source_tuned is None)
+        reporter.note("measuring this machine for the plan")
         plan = models.planned(plan_job(job, method, own, scale="auto"))
         reporter.plan(plan, {"method": method.name, **sample_lines(models)})
     return plan

@@ -18,9 +18,10 @@ from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import finished_groups
 from taskferry.disk.temporary import sweep, temporary_folder
 from taskferry.engines.blocks import BlockPair
+from taskferry.engines.launch import rank_and_size, started_by_torchrun
 from taskferry.engines.lazy import Difference, LazyModel
 from taskferry.engines.pair import ModelPair, Work
-from taskferry.engines.ranks import RankedPair, from_everyone, process_group, rank_and_size, started_by_torchrun
+from taskferry.engines.ranks import RankedPair, from_everyone, process_group
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
 from taskferry.fitting.generation import STAGE, Drawn, draw
@@ -63,7 +64,7 @@ def opened(settings: Settings, reporter: Reporter, out: Path | None, *, dry_run:
     """What is finished is stored beside `out`, so that a job that was killed goes on; it goes when the job is done."""
     engine = settings.engine_name
     given = {name: getattr(settings, name) for name in ("source_base", "source_tuned", "target_base")}
-    found = {name: resolve(value) for name, value in given.items() if value is not None}
+    found = {name: _resolved(name, value) for name, value in given.items() if value is not None}
     inputs = Inputs(**found, **settings.data)
     first = rank_and_size()[0] == 0
     with ExitStack() as stack, _room(engine):
@@ -73,9 +74,11 @@ def opened(settings: Settings, reporter: Reporter, out: Path | None, *, dry_run:
         if engine == BlockPair.engine:
             if out is None:
                 raise ValueError("block by block needs a place beside its output")
+            reporter.note(f"reading {settings.source_base}, {settings.target_base} and the samples")
             yield _on_disk(settings, stack.enter_context(_scratch(out)), work, inputs)
         else:
-            yield _in_memory(settings, stack, work, inputs, trial=dry_run or out is None)
+            told = reporter if first else Reporter()
+            yield _in_memory(settings, stack, work, inputs, told, trial=dry_run or out is None)
 
 
 @contextmanager
@@ -93,17 +96,32 @@ def _room(engine: str) -> Iterator[None]:
         raise TaskferryError(f"the memory of the device does not hold this: {less}") from error
 
 
-def _in_memory(settings: Settings, stack: ExitStack, work: Work, inputs: Inputs, *, trial: bool) -> Opened:
+def _resolved(name: str, given: str) -> str:
+    """Where it lies; a mistake names its option."""
+    try:
+        return resolve(given)
+    except TaskferryError as error:
+        raise TaskferryError(f"--{name.replace('_', '-')}: {error}") from error
+
+
+def _in_memory(
+    settings: Settings, stack: ExitStack, work: Work, inputs: Inputs, reporter: Reporter, *, trial: bool
+) -> Opened:
     """With `trial` no more samples are generated than a plan needs."""
     shard = isinstance(settings, FitSettings) and settings.shard
     if shard and not started_by_torchrun():
         raise TaskferryError("--shard spreads a model over processes: start them with torchrun, or leave it out")
     # Models that are to be sharded reach the device in parts.
     devices = ("cpu", "cpu") if shard else settings.devices
+    reporter.note(f"loading {settings.source_base} and {settings.target_base}")
     source, target = load_pair(settings.source_base, settings.target_base, devices, settings.dtype)
+    if settings.source_tuned is not None:
+        reporter.note(f"loading {settings.source_tuned}")
     tuned = _tuned(settings.source_tuned, source)
     reference = tuned if settings.source_tuned is not None else None
     several, rank = started_by_torchrun(), rank_and_size()[0]
+    if not settings.generates:
+        reporter.note(f"reading the samples of {settings.calibration}")
     if several:
         stack.enter_context(process_group())
     drawn = None

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from taskferry.calibration.choices import WRITTEN
 from taskferry.checkpoints import Adapter, Loaded, Skeleton, load_model, read_adapter, write_adapter, write_model
 from taskferry.checkpoints.lowrank import compress
+from taskferry.choices import WRITTEN
 from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import staged_folder
 from taskferry.engines.lazy import LazyModel

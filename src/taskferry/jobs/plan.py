@@ -109,7 +109,7 @@ def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost, trained: _Trained
     return Plan(
         pairs=len(pairs),
         sites=len(pair.target_sites),
-        tokens=max((rows for rows, _, _ in maps), default=0),
+        tokens=_tokens(pair.calibration) or max((rows for rows, _, _ in maps), default=0),
         statistics_bytes=held,
         weights_bytes=weights,
         memory_bytes=now if away else now + working,
@@ -124,6 +124,12 @@ def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost, trained: _Trained
             **({} if trained is None else {STAGE: trained.passes * 0.75 * passes}),
         },
     )
+
+
+def _tokens(calibration: Calibration) -> int:
+    """Of the target's texts, counted and not extrapolated: the same in every run. 0 for samples without tokens."""
+    masks = [B.inputs.get("attention_mask") for _, B in calibration]
+    return sum(int(mask.sum()) for mask in masks if mask is not None)
 
 
 def _training_memory(trial: _Trial, trained: _Trained | None) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from taskferry.engines.ranks import started_by_torchrun
+from taskferry.engines.launch import started_by_torchrun
 from taskferry.errors import TaskferryError
-from taskferry.methods import Method, find, published
 from taskferry.settings import (
     GenerationSettings,
     MapSettings,
@@ -18,21 +17,25 @@ from taskferry.settings import (
     Writing,
     parse,
 )
-from taskferry.training.refinement import Refinement
+
+if TYPE_CHECKING:  # imported on use: `--help` shows these settings and needs no torch
+    from taskferry.methods import Method
+    from taskferry.training.refinement import Refinement
 
 DEFAULT_METHOD = "twofold"
+_PAIR = ("source_base", "source_tuned", "target_base", "calibration")
 _SHARED = ("map_rank", "tolerance")  # settings of the command that a method may have too
 
 
 class MethodSettings(GenerationSettings, MapSettings, PairPlaceSettings):
     """What is moved from where to where, and how."""
 
+    panel: ClassVar[str] = "Method"
+
     source_base: str = Field(description="the base model that was tuned")
     target_base: str = Field(description="the base model to move to")
-    method: str = Field(DEFAULT_METHOD, description="how it is moved: `taskferry methods` lists them")
-    effort: Literal["fast", "standard", "thorough"] = Field(
-        "standard", description="how much of its work the method does; its page says what that is worth"
-    )
+    method: str = Field(DEFAULT_METHOD, description="how to move; `taskferry methods` lists all")
+    effort: Literal["fast", "standard", "thorough"] = Field("standard", description="how much work the method does")
     method_settings: dict[str, Any] = Field({}, description="settings of the method, such as inputs=gradients")
 
     @field_validator("method_settings", mode="before")
@@ -53,6 +56,8 @@ class MethodSettings(GenerationSettings, MapSettings, PairPlaceSettings):
 
     def chosen(self) -> tuple[Method, dict[str, Any]]:
         """The method and its settings: those of its effort, those given for it, and the general ones that it has."""
+        from taskferry.methods import find
+
         method = find(self.method)
         own = {**method.at(self.effort), **self.method_settings}
         for name in _SHARED:
@@ -78,14 +83,20 @@ class MethodSettings(GenerationSettings, MapSettings, PairPlaceSettings):
 class PlanSettings(MethodSettings):
     """taskferry plan."""
 
+    command: ClassVar[str] = "plan"
+    first: ClassVar[tuple[str, ...]] = (*_PAIR, "effort", "samples")
+
     source_tuned: str | None = Field(None, description="the tuned source: only its maps are counted")
 
 
 class FitSettings(MethodSettings, Writing):
     """taskferry fit."""
 
+    command: ClassVar[str] = "fit"
+    first: ClassVar[tuple[str, ...]] = (*_PAIR, "out", "samples")
+
     source_tuned: str | None = Field(
-        None, description="a fine-tune for reference: it labels (teacher), and a method may look where it leads"
+        None, description="a fine-tune for reference: it labels samples, and the method refits its maps along it"
     )
     shard: bool = Field(
         False, description="under torchrun: spread the weights of the blocks over the processes (FSDP2)"
@@ -95,23 +106,28 @@ class FitSettings(MethodSettings, Writing):
 class TransferSettings(MethodSettings, OutputSettings, Writing):
     """taskferry transfer."""
 
+    command: ClassVar[str] = "transfer"
+    first: ClassVar[tuple[str, ...]] = (*_PAIR, "out", "samples", "effort", "refine")
+
     source_tuned: str = Field(description="the tuned source: a model, a PEFT LoRA, a state file or a task vector")
-    scale: Scale | Literal["auto"] = Field("auto", description="1 is the paper; auto takes the lowest calibration loss")
+    scale: Scale | Literal["auto"] = Field(
+        "auto", description="multiplies the change; 1 is the paper; auto takes the lowest calibration loss"
+    )
     engine: Literal["whole", "blockwise"] = Field(
-        "whole", description="whole models in memory, or one block of each at a time (models larger than memory)"
+        "whole", description="models in memory, or one block of each at a time (larger than memory)"
     )
     refine: int = Field(
         0,
         ge=0,
-        description="training steps after the move, towards the tuned source, without labels; 0: none",
+        description="training steps after the move, towards the tuned source, without labels",
     )
     refine_rate: float | None = Field(
-        None, gt=0, description="their learning rate; by the width of the layers unless given"
+        None, gt=0, description="learning rate of these steps; by the width of the layers unless given"
     )
     refine_labels: float = Field(
-        0.0, ge=0, le=1, description="share of their loss that the data's own labels or completions get"
+        0.0, ge=0, le=1, description="share of the loss of these steps that the data's own labels or completions get"
     )
-    paper: bool = Field(False, description="the paper to the letter: BiCo, maps of full rank, scale 1")
+    paper: bool = Field(False, description="exactly as in the paper: BiCo, maps of full rank, scale 1")
 
     @model_validator(mode="before")
     @classmethod
@@ -119,6 +135,8 @@ class TransferSettings(MethodSettings, OutputSettings, Writing):
         """Fills in what the paper fixes; anything else asked for beside it is a contradiction."""
         if not isinstance(given, dict) or given.get("paper") is not True:
             return given
+        from taskferry.methods import published
+
         method = published()
         fixed = {"method": method.name, **(method.paper or {})}
         other = [name for name, value in fixed.items() if name in given and given[name] not in (value, str(value))]
@@ -136,6 +154,8 @@ class TransferSettings(MethodSettings, OutputSettings, Writing):
                 raise TaskferryError(f"{asked[0]} is of a refinement: give --refine STEPS beside it, or leave it out")
             return None
         self.trains("a refinement")
+        from taskferry.training.refinement import Refinement
+
         return Refinement(steps=self.refine, seed=self.seed, **given)
 
     @property

@@ -34,6 +34,10 @@ class Timing(Reporter):
         self.ends(what)
         self.inner.step(what, done, total)
 
+    def note(self, what: str) -> None:
+        """Pass it on."""
+        self.inner.note(what)
+
     def ends(self, what: str) -> None:
         """All time since the last step was spent on this."""
         now = time.perf_counter()

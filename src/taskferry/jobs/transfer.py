@@ -14,13 +14,16 @@ from taskferry.fitting.scale import ScaleCurve
 from taskferry.jobs.opening import Opened, opened
 from taskferry.jobs.output import FORMS, dequantised, in_form, output_kind, write_output
 from taskferry.jobs.plan import plan_job
-from taskferry.jobs.record import Outcome, Reporter, make_record, summary, verdict
+from taskferry.jobs.record import Outcome, Reporter, make_record, summary
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.spectrum import before_and_after, energy_moved
 from taskferry.jobs.timing import Timing
+from taskferry.jobs.verdict import Judged, verdict
 from taskferry.methods import Job, Moved, find
 from taskferry.taskvector import LazyDeltas, TaskVector
 from taskferry.training.refinement import STAGE, refine
+
+ENGINES = {"whole": "both models in memory", "blockwise": "one block at a time", "ranks": "several processes"}
 
 
 def transfer(
@@ -37,6 +40,7 @@ def transfer(
         if settings.scale == "auto" and method.needs.maps:
             job = job.in_folds()
         if (dry_run or timing.wants_plan) and models.first:
+            timing.note("measuring this machine for the plan")
             plan = plan_job(job, method, own, scale=settings.scale, refinement=refinement)
             timing.plan(models.planned(plan), _plan_lines(settings, models, kind))
         if dry_run:
@@ -52,6 +56,7 @@ def transfer(
         final, cut = in_form(settings, kind, moved.tau)
         judged = tuple(in_form(settings, kind, each)[0] for each in moved.without) or (final,)
         curve, factor = scaled(settings, job, moved, final, judged)
+        shown = in_units(curve, job)
         answers = job.pair.answers([factor * each for each in judged]) if curve.helps else None
         written, refined = (factor if curve.helps else 0.0) * final, None
         if refinement is not None:
@@ -67,7 +72,12 @@ def transfer(
             models.inputs.hashes(),
             final,
             verdict=verdict(
-                curve, final, energy_moved(models.tuned.tau, moved.tau), answers, refined, generated=drawn is not None
+                Judged(shown, job.pair.objectives[1].unit, len(models.prepared.indices), generated=drawn is not None),
+                final,
+                energy_moved(models.tuned.tau, moved.tau),
+                answers,
+                refined,
+                models.tuned.ignored,
             ),
             provenance=moved.provenance,
             sites=moved.sites,
@@ -78,7 +88,7 @@ def transfer(
                 **moved.provenance["calibration"],
                 **({} if drawn is None else {"generated": dict(drawn.how)}),
             },
-            scale_curve=curve.points,
+            scale_curve=shown.points,
             spectrum=spectrum,
             work=timing.work(),
             placement=models.pair.placement(),
@@ -121,6 +131,14 @@ def _placed(models: Opened) -> str:
     return source if source == target else f"{source} to {target}"
 
 
+def in_units(curve: ScaleCurve, job: Job) -> ScaleCurve:
+    """Losses per token of a language model, per sample of all others, as `taskferry evaluate` has them."""
+    objective, parts = job.pair.objectives[1], job.calibration.judging(max(1, len(curve.folds)))
+    sizes = [(sum(map(len, batches)), objective.units(job.target, batches)) for batches in parts]
+    total = sum(samples for samples, _ in sizes) / max(1, sum(units for _, units in sizes))
+    return curve.times(total, [samples / max(1, units) for samples, units in sizes])
+
+
 def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[str, str]:
     tuned, prepared = models.tuned, models.prepared
     lines = {
@@ -129,7 +147,7 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
     }
     if not isinstance(tuned.tau.deltas, LazyDeltas):
         form = "low-rank" if tuned.adapter is not None else "dense"
-        lines["task vector"] = f"{len(tuned.tau)} changed parameters, {form}, norm {tuned.tau.norm():.3g}"
+        lines["change"] = f"{len(tuned.tau)} weight matrices, {form}, norm {tuned.tau.norm():.3g}"
     samples = (
         f"{prepared.calibration.samples} of {settings.calibration}, sampler {settings.sampler}, seed {settings.seed}"
     )
@@ -140,11 +158,21 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
         "samples": samples,
         "labels": prepared.labels,
         "method": " ".join([settings.method, *(f"{k}={v}" for k, v in settings.method_settings.items())]),
-        **({"effort": settings.effort} if find(settings.method).efforts else {}),
+        **_efforts(settings),
         **({"refine": f"{settings.refine} training steps towards the tuned source"} if settings.refine else {}),
-        "engine": models.pair.engine,
+        "engine": ENGINES.get(models.pair.engine, models.pair.engine),
         "devices": _placed(models),
-        "objective": prepared.objectives[1].describe(),
+        "loss": f"{prepared.objectives[1].words}, {prepared.objectives[1].unit}",
         "scale": "chosen on the samples" if settings.scale == "auto" else f"{settings.scale:g}",
         "output": f"{FORMS[kind]} in {settings.out}{dequantised(kind, models.target).replace(' The', ': the')}",
     }
+
+
+def _efforts(settings: TransferSettings) -> dict[str, str]:
+    """How much work the method does, and what is faster."""
+    efforts = find(settings.method).efforts
+    if not efforts:
+        return {}
+    fast = next(iter(efforts))
+    faster = {} if settings.effort == fast else {"faster": f"--effort {fast}, or --paper, which is the fastest"}
+    return {"effort": settings.effort, **faster}

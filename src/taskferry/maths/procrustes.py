@@ -10,17 +10,14 @@ Pure functions of tensors: no model, no file and no command is known here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
 from taskferry.maths.decompositions import Solver, by_eigh, by_svd, choose_solver, of_rows
 from taskferry.maths.polar import polar
 
-RankPolicy = Literal["range", "full"]
-
-DEFAULT_TOLERANCE = 1e-6
 NOT_FINITE = "activations or gradients are not finite: load the models in float32, or scale the loss down"
 
 

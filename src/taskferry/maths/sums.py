@@ -19,13 +19,12 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
 from taskferry.errors import TaskferryError
 from taskferry.maths.precision import full_precision
 from taskferry.maths.procrustes import (
-    DEFAULT_TOLERANCE,
     NOT_FINITE,
     Map,
-    RankPolicy,
     Spectrum,
     procrustes,
     procrustes_batch,

@@ -16,8 +16,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from taskferry.choices import RankPolicy
 from taskferry.maths.decompositions import by_eigh
-from taskferry.maths.procrustes import NOT_FINITE, Map, RankPolicy, partial_isometry
+from taskferry.maths.procrustes import NOT_FINITE, Map, partial_isometry
 from taskferry.maths.sums import CrossCovariance, Quality
 
 ROUNDING = 1e-6  # of the largest variance: what float32 sums leave of a direction that is not there

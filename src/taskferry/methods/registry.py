@@ -21,6 +21,7 @@ from pydantic import ConfigDict, ValidationError, create_model
 from torch import nn
 
 from taskferry.calibration.batch import Calibration
+from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
 from taskferry.engines.pair import CannotMove, ModelPair, Moved, shapes
 from taskferry.engines.whole import WholePair, unchanged
 from taskferry.errors import TaskferryError
@@ -28,7 +29,6 @@ from taskferry.fitting.objectives import AnyObjective
 from taskferry.fitting.scale import LARGEST, ROUNDS, START, ScaleCurve, choose_scale
 from taskferry.fitting.solve import MapOptions
 from taskferry.fitting.statistics import Capture
-from taskferry.maths.procrustes import DEFAULT_TOLERANCE, RankPolicy
 from taskferry.maths.sums import CrossCovariance
 from taskferry.sites import family_of
 from taskferry.sites.family import HEAD

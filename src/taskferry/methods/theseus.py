@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from taskferry.choices import DEFAULT_TOLERANCE
 from taskferry.fitting.statistics import Capture
-from taskferry.maths.procrustes import DEFAULT_TOLERANCE
 from taskferry.methods import Job, MapRank, Moved, Needs, Shown, TableRow, Tolerance, method
 
 ROWS = (

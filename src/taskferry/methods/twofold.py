@@ -14,12 +14,12 @@ from typing import Annotated, Any
 
 from taskferry.calibration.augmentation import Views, are_images
 from taskferry.calibration.batch import Calibration
+from taskferry.choices import DEFAULT_TOLERANCE
 from taskferry.coverage import Coverage
 from taskferry.errors import TaskferryError
 from taskferry.fitting.objectives import Classifier
 from taskferry.fitting.scale import ROUNDS, START
 from taskferry.fitting.statistics import BASE, Capture, Point
-from taskferry.maths.procrustes import DEFAULT_TOLERANCE
 from taskferry.maths.whitening import UnitRows, Whitened
 from taskferry.methods import FOLDS, Cost, Job, MapRank, Moved, Needs, Shown, TableRow, Tolerance, method
 from taskferry.taskvector import TaskVector

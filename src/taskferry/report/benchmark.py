@@ -27,7 +27,7 @@ def benchmark_report(results: Mapping[str, Mapping[str, Any]], name: str) -> Rep
     draws = [line.draws for g in groups.values() for k, s in g.items() for line in lines(s, k[3])]
     lead = (
         f"{len(results)} table{'s' * (len(results) != 1)}, up to {max(draws, default=0)} draws of the calibration set "
-        "each. Spreads and bands are standard deviations over draws; gains are over the target as it is, in the same "
+        "each. Spreads and bands are standard deviations over draws; gains are over the unchanged target, in the same "
         "draws; recovered is the share of what fine-tuning the target itself would gain."
     )
     return Report("benchmark", "Benchmark results", lead, sections, f"From {name}.")

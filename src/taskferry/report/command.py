@@ -84,7 +84,7 @@ def _write(path: Path, text: str) -> None:
         if GENERATOR not in head:
             raise TaskferryError(f"{path} is there and is no report: name another place with --out")
     if not path.parent.is_dir():
-        raise TaskferryError(f"{path.parent} is no folder: make it first, or name another place with --out")
+        raise TaskferryError(f"{path.parent} is not a folder: make it first, or name another place with --out")
     try:
         write_text(path, text)
     except OSError as error:

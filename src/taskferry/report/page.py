@@ -42,6 +42,7 @@ h1 { margin: .15rem 0 0; font-size: clamp(1.45rem, 1.1rem + 1.8vw, 2.2rem); line
 section { margin: 2.6rem 0 }
 h2 { margin: 0 0 .75rem; font-size: 1.25rem; line-height: 1.3; letter-spacing: -.01em; overflow-wrap: anywhere }
 p { margin: 0 0 .8rem; max-width: 46rem; overflow-wrap: anywhere } .note { color: var(--muted); font-size: .9375rem }
+.warning { border-left: .25rem solid #c77700; padding: .1rem 0 .1rem .8rem; font-weight: 600 }
 dl { margin: 0 } dd { margin: 0; overflow-wrap: anywhere }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(9.5rem, 46%), 1fr)); gap: .75rem }
 .tiles div { background: var(--card); border-radius: .6rem; padding: .75rem .9rem }

@@ -84,7 +84,7 @@ class Text:
     """A paragraph."""
 
     text: str
-    kind: str = ""  # "lead" or "note"
+    kind: str = ""  # "lead", "note" or "warning"
 
     def html(self) -> str:
         """A paragraph."""

@@ -29,6 +29,7 @@ from taskferry.report.parts import (
 )
 
 Record = Mapping[str, Any]
+POOR = 0.99  # residual of a map that finds next to nothing in common
 
 
 def transfer_report(record: Record, name: str) -> Report:
@@ -36,7 +37,7 @@ def transfer_report(record: Record, name: str) -> Report:
     settings, verdict = record["settings"], record["verdict"]
     source, target = short(settings.get("source_tuned")), short(settings.get("target_base"))
     sections = [
-        Section("In short", [Tiles(_tiles(record))]),
+        Section("In short", [*_warnings(record), Tiles(_tiles(record))]),
         coverage_section(record["coverage"], verdict.get("energy", {})),
         *_maps(record.get("sites", [])),
         *_curves(record),
@@ -49,6 +50,19 @@ def transfer_report(record: Record, name: str) -> Report:
     badge = {True: "It helps on the samples", False: "It does not help on the samples", None: ""}[good]
     title, foot = f"{source} on {target}", f"From {name}/taskferry.json."
     return Report("transfer", title, str(verdict["sentence"]), sections, foot, badge, good)
+
+
+def _warnings(record: Record) -> list[Part]:
+    """Those of the verdict, and maps that found little in common."""
+    found = [str(text) for text in record["verdict"].get("warnings", ())]
+    residuals = [site.get("residual_out") for site in record.get("sites", ())]
+    poor = sum(residual is not None and float(residual) > POOR for residual in residuals)
+    if poor:
+        found.append(
+            f"{poor} of {len(residuals)} output maps have a residual above {POOR}: what these layers write has little "
+            "in common in the two models, as is usual for gradients; the loss says whether it helps anyway"
+        )
+    return [Text(f"Warning: {text}", "warning") for text in found]
 
 
 def short(given: object) -> str:
@@ -68,17 +82,18 @@ def _tiles(record: Record) -> list[tuple[str, Cell, str]]:
     tiles: list[tuple[str, Cell, str]] = []
     if verdict.get("loss_before") is not None:
         before = number(verdict["loss_before"])
-        tiles.append(("Calibration loss", number(verdict["loss_after"]), f"{before.shown} before"))
+        unit = verdict.get("loss_unit", "per sample")
+        tiles.append((f"Calibration loss {unit}", number(verdict["loss_after"]), f"{before.shown} before"))
     for words, key in (("Right answers", "right_answers"), ("Answers word for word", "exact_answers")):
         found = verdict.get(key)
         if found and found[0] is not None:
             tiles.append((words, Number(float(found[1]), f"{found[1]:.3g} %"), f"{found[0]:.3g} % before"))
     how = "chosen on the samples" if record["settings"].get("scale") == "auto" else "as given"
     tiles.append(("Scale", number(verdict["scale"], 3), how))
-    tiles.append(("Parameters moved", Number(moved, str(moved)), f"of {len(rows)} in the target"))
+    tiles.append(("Weight tensors moved", Number(moved, str(moved)), f"of {len(rows)} in the target"))
     numbers = [(_size(row["shape"]), row["status"] != "kept") for row in rows]
     share = sum(n for n, took in numbers if took) / max(1, sum(n for n, _ in numbers))
-    tiles.append(("Numbers moved", Number(share, f"{100 * share:.1f} %"), "of all weights"))
+    tiles.append(("Weights moved", Number(share, f"{100 * share:.1f} %"), "of all in the target"))
     energy = verdict.get("energy", {})
     if energy:
         tiles.append(("Change moved", Number(energy["moved"], f"{100 * energy['moved']:.1f} %"), "of its energy, ‖τ‖²"))
@@ -176,7 +191,8 @@ def _curves(record: Record) -> list[Section]:
     found: list[Part] = []
     points = [(float(s), float(v)) for s, v in record.get("scale_curve", [])]
     if len(points) > 2:
-        found.append(_scale_figure(points, float(record["verdict"]["scale"])))
+        unit = str(record["verdict"].get("loss_unit", "per sample"))
+        found.append(_scale_figure(points, float(record["verdict"]["scale"]), unit))
     if record.get("refined"):
         found.append(_refinement_figure(record["refined"]))
     if record.get("sites"):
@@ -189,14 +205,14 @@ def _curves(record: Record) -> list[Section]:
     return [Section("Curves", [Row(found)])] if found else []
 
 
-def _scale_figure(points: Sequence[tuple[float, float]], chosen: float) -> Figure:
+def _scale_figure(points: Sequence[tuple[float, float]], chosen: float, unit: str) -> Figure:
     points = [p for p in sorted(points) if p[1] == p[1] and abs(p[1]) < float("inf")]
     scales, losses = [p[0] for p in points], [p[1] for p in points]
     marked = scales.index(chosen) if chosen in scales else None
     curve = figures.Line("calibration loss", scales, losses, marked=marked)
-    level = (losses[0], "target as it is") if scales[0] == 0 else None
-    draw = partial(figures.lines, [curve], x="scale", y="calibration loss", level=level)
-    table = Table("Every scale that was looked at", ["scale", "loss"], [[number(s), number(v)] for s, v in points], 0)
+    level = (losses[0], "unchanged target") if scales[0] == 0 else None
+    draw = partial(figures.lines, [curve], x="scale", y=f"calibration loss {unit}", level=level)
+    table = Table("Every scale that was tried", ["scale", "loss"], [[number(s), number(v)] for s, v in points], 0)
     alt = f"Calibration loss from {losses[0]:.4g} at scale {scales[0]:g} to {losses[-1]:.4g} at scale {scales[-1]:g}; "
     alt += f"the chosen scale is {chosen:.4g}."
     caption = "The loss on the calibration samples at each scale that was tried; the ring is the one taken."
@@ -216,7 +232,7 @@ def _refinement_figure(refined: Record) -> Figure:
         f"Refinement: the loss to the tuned source on {refined['held_out']} samples kept aside; the ring is the step "
         "that was taken.",
         str(refined["sentence"]),
-        Table("Looks at the samples kept aside", ["step", "loss"], rows, 0),
+        Table("Loss on the samples kept aside", ["step", "loss"], rows, 0),
     )
 
 

@@ -10,3 +10,6 @@ WRITTEN = "calibration.jsonl"  # in an output folder: the samples, where they we
 GENERATE = "generate"  # in place of calibration data: the tuned source writes the samples
 FREE, OWN = "none", "own"  # what they begin with: nothing, or a prompt that it makes up
 ObjectiveName = Literal["auto", "prototypes", "probe", "cross-probe", "head", "zero-shot", "language"]
+RankPolicy = Literal["range", "full"]
+
+DEFAULT_TOLERANCE = 1e-6  # smallest singular value kept, relative to the largest

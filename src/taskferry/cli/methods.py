@@ -1,0 +1,37 @@
+"""taskferry methods: which ways to move a change there are, with their settings."""
+
+from __future__ import annotations
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from taskferry.cli.options import Json
+from taskferry.cli.terminal import plain, print_json, waiting
+
+
+def register(app: typer.Typer, panel: str) -> None:
+    """Add the verb."""
+    app.command("methods", rich_help_panel=panel)(run)
+
+
+def run(as_json: Json = False) -> None:
+    """List the methods with their settings."""
+    with waiting(as_json):
+        from taskferry.methods import methods
+
+        known = methods()
+    if as_json:
+        print_json({n: {k: str(v) for k, v in m.settings.items()} for n, m in known.items()})
+        return
+    table = Table(box=None, pad_edge=False, header_style="cyan")
+    for column in ("method", "setting", "default", "what it does"):
+        table.add_column(column)
+    for name, found in known.items():
+        table.add_row(f"[bold]{name}[/]", "", "", plain(found.summary))
+        for setting, (_, default, text) in found.settings.items():
+            table.add_row("", setting, plain(str(default)), plain(text))
+        for effort, settings in found.efforts.items():
+            words = " ".join(f"{setting}={value}" for setting, value in settings.items())
+            table.add_row("", plain(f"--effort {effort}"), "", plain(words))
+    Console(highlight=False).print(table)

@@ -1,0 +1,34 @@
+"""What every verb needs of a terminal, without torch: plain text, JSON, and a line to see while the rest loads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+
+def plain(text: object) -> str:
+    """Text from files and models as text: no markup, no control characters."""
+    return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in str(text)))
+
+
+def print_json(data: Any) -> None:
+    """Plain JSON on standard output."""
+    json.dump(data, sys.stdout, indent=1, default=str)
+    print()
+
+
+@contextmanager
+def waiting(silent: bool = False, what: str = "starting: importing torch") -> Iterator[Callable[[], None]]:
+    """A line on the terminal while inside, or until what it gives is called; nothing in a pipe."""
+    console = Console(stderr=True)
+    if silent or not console.is_terminal:
+        yield lambda: None
+        return
+    with console.status(f"[dim]{escape(what)}[/]") as status:
+        yield status.stop

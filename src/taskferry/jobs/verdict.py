@@ -1,0 +1,164 @@
+"""What a move did, in one sentence for people and in numbers for machines, and what nobody should overlook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from taskferry.coverage import Coverage
+from taskferry.fitting.answers import Answers
+from taskferry.fitting.scale import ScaleCurve
+from taskferry.methods.registry import FEW
+from taskferry.taskvector import TaskVector
+from taskferry.training.refinement import Refined
+
+GENERATED = (
+    "All of this is on samples that the tuned source wrote, which is no evidence on real ones: evaluate it on those."
+)
+LEAST_SHARE = 0.005  # of a change, that is spoken of
+LARGE_SHARE = 0.05  # of a change, that is warned of
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a verdict rests on: the losses by scale in their unit, and what samples those are."""
+
+    curve: ScaleCurve
+    unit: str = "per sample"
+    samples: int = FEW
+    generated: bool = False  # whether the tuned source wrote them
+
+
+def verdict(
+    judged: Judged,
+    moved: TaskVector,
+    energy: Mapping[str, Any] | None = None,
+    answers: tuple[Answers, Answers] | None = None,
+    refined: Refined | None = None,
+    ignored: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """What moved, how much of the change that is, at which scale, what loss and answers say, what a refinement did."""
+    curve, unit = judged.curve, judged.unit
+    before, after = curve.loss(0.0), curve.loss(curve.best)
+    if not curve.helps:
+        sentence = (
+            f"No scale up to {curve.points[-1][0]:g} lowers the calibration loss of the target ({before:.4g} {unit}): "
+            "the verdict is scale 0, nothing was written."
+        )
+        if refined is not None and refined.kept:
+            sentence = f"The move itself does not lower the calibration loss ({before:.4g} {unit})."
+    else:
+        change = "down" if after < before else "UP"
+        on = ", on samples that did not make the maps" if curve.folds else ""
+        sentence = (
+            f"{_weights(moved)} moved at scale {curve.best:.3g}; "
+            f"the calibration loss went {change} from {before:.4g} to {after:.4g} {unit}{on}."
+        )
+        sentence += left_behind(energy)
+    if answers is not None:
+        sentence = f"{sentence} {answers_sentence(*answers)}"
+    if refined is not None:
+        sentence = f"{sentence} {refined.sentence}"
+    if judged.generated:
+        sentence = f"{sentence} {GENERATED}"
+    return {
+        "sentence": sentence,
+        "warnings": warnings(judged, energy, ignored or {}) if curve.helps else [],
+        "scale": curve.best,
+        "loss_before": before,
+        "loss_after": after,
+        "loss_unit": unit,
+        "loss_of_folds": [list(each) for each in curve.folds],
+        "uncertain": curve.doubtful,
+        "right_answers": None if answers is None else [each.right for each in answers],
+        "exact_answers": None if answers is None else [each.exact for each in answers],
+        **_counts(moved),
+        **({"energy": dict(energy)} if energy else {}),
+        **({"generated_samples": True} if judged.generated else {}),
+    }
+
+
+def applied(
+    moved: TaskVector,
+    scale: float,
+    energy: Mapping[str, Any] | None = None,
+    ignored: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The verdict where no loss was measured."""
+    sentence = f"{_weights(moved)} moved at scale {scale:g}; the loss was not measured."
+    told = {"energy": dict(energy)} if energy else {}
+    return {
+        "sentence": sentence + left_behind(energy),
+        "warnings": _stayed(energy, ignored or {}),
+        "scale": scale,
+        **_counts(moved),
+        **told,
+    }
+
+
+def warnings(judged: Judged, energy: Mapping[str, Any] | None, ignored: Mapping[str, str]) -> list[str]:
+    """What nobody should overlook, each with what to do about it."""
+    curve, found = judged.curve, []
+    if not curve.loss(curve.best) < curve.loss(0.0):
+        found.append(
+            "the loss went UP: this makes the target worse on the samples; leave --scale out, so that a scale that "
+            "helps is searched"
+        )
+    if judged.samples < FEW:
+        found.append(
+            f"only {judged.samples} samples: the loss above says little about others; give about a hundred, and "
+            "evaluate on samples that were not used here"
+        )
+    if curve.doubtful:
+        found.append("one part of the samples says the opposite of the other: evaluate it before you use it")
+    return found + _stayed(energy, ignored)
+
+
+def _stayed(energy: Mapping[str, Any] | None, ignored: Mapping[str, str]) -> list[str]:
+    found = []
+    if energy and 1.0 - energy["moved"] >= LARGE_SHARE:
+        share, where = 100 * (1.0 - energy["moved"]), next(iter(energy["stayed"]))
+        found.append(f"{share:.0f} % of the change (‖τ‖²) has no place in the target, most of it in {where}")
+    for reason in dict.fromkeys(ignored.values()):
+        names = [name for name, why in ignored.items() if why == reason]
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        found.append(f"{', '.join(names[:2])}{more} of the fine-tune did not move: {reason}")
+    return found
+
+
+def _weights(moved: TaskVector) -> str:
+    share = weights_moved(moved.coverage)
+    return f"{100 * share:.3g} % of the target's weights" if share is not None else f"{len(moved)} weight matrices"
+
+
+def _counts(moved: TaskVector) -> dict[str, Any]:
+    covered = moved.coverage
+    return {
+        "moved": len(covered.moved()) if covered else len(moved),
+        "of": len(covered.rows) if covered else len(moved),
+        "weights": weights_moved(covered),
+    }
+
+
+def weights_moved(coverage: Coverage | None) -> float | None:
+    """The share of the target's numbers that are in parameters that moved."""
+    if coverage is None or not coverage.rows:
+        return None
+    return coverage.share()
+
+
+def answers_sentence(before: Answers, after: Answers) -> str:
+    """What a language model answers, which its loss alone does not tell."""
+    if before.right is None or after.right is None or before.choices is None:
+        return f"Answers word for word: {before.exact:.3g} % before, {after.exact:.3g} % after."
+    among = f"Right answers among the {len(before.choices)} in the samples"
+    return f"{among}: {before.right:.3g} % before, {after.right:.3g} % after."
+
+
+def left_behind(energy: Mapping[str, Any] | None) -> str:
+    """A sentence where a share of the change that can be seen found no place; a count of parameters would hide it."""
+    share = 1.0 - energy["moved"] if energy else 0.0
+    if energy is None or share < LEAST_SHARE:
+        return ""
+    return f" {100 * share:.0f} % of the change (‖τ‖²) stayed behind, most of it in {next(iter(energy['stayed']))}."

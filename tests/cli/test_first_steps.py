@@ -1,0 +1,218 @@
+"""What a new user meets: the start, the help, the warnings, and mistakes that end with the next step."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.helpers import folders
+from tests.helpers.command import taskferry
+
+WITHOUT_TORCH = """
+import sys
+from taskferry.cli import main
+sys.argv = ["taskferry", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+heavy = {"torch", "transformers", "peft", "datasets", "matplotlib", "sympy"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def light(*words: str) -> str:
+    """The command in a new process that may import nothing heavy, in 80 columns."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, *words]
+    variables = {**os.environ, "COLUMNS": "80", "TERM": "dumb", "TERMINAL_WIDTH": "80"}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert all(len(line) <= 80 for line in done.stdout.splitlines()), done.stdout
+    return done.stdout
+
+
+def test_version_and_help_need_no_torch() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", light("--version"))
+    shown = light("--help")
+    for panel, verbs in {
+        "Move one fine-tune": ["example", "transfer", "evaluate", "report"],
+        "Move many": ["fit", "apply", "fleet"],
+        "Look before and after": ["plan", "doctor", "inspect", "diff", "analyze"],
+        "Compare and share": ["methods", "bench", "push"],
+    }.items():
+        part = shown.split(f" {panel} ", 1)[1].split("╰", 1)[0]
+        assert all(re.search(rf"^│ {verb} ", part, re.M) for verb in verbs), (panel, part)
+    assert "--install-completion" in shown
+
+
+def test_options_stand_in_groups_with_the_few_most_needed_first() -> None:
+    shown = light("transfer", "--help")
+    first, later = shown.index(" Most used "), shown.index(" Calibration ")
+    for option in ("--source-base", "--source-tuned", "--target-base", "--calibration", "--out", "--dry-run"):
+        assert first < shown.index(f"{option} ") < later, option
+    assert first < later < shown.index(" Output ")
+    assert shown.count("(required)") == 5
+    assert "<bool>" not in shown.replace("--help                 <bool>", "").split(" Most used ", 1)[1]
+    words = re.sub(r"\s*│\s*│\s*", " ", shown.replace("\n", ""))
+    assert "random, class-balanced, centroid-near, centroid-far, half-class or single-class" in re.sub(
+        r"\s+", " ", words
+    )
+    assert "Example: taskferry transfer --source-base base-a" in shown
+    assert "What to move" not in light("evaluate", "--help")
+
+
+def test_the_command_alone_says_what_to_do_first() -> None:
+    shown = light()
+    assert "taskferry example demo" in shown
+    assert "taskferry transfer --source-base base-a" in shown
+
+
+def test_a_terminal_shows_something_before_torch_is_there(tmp_path: Path) -> None:
+    """In a terminal a line stands there while Python still imports; `torch` here never ends."""
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(60)\n")
+    ours, theirs = pty.openpty()
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "taskferry", "doctor"]
+    variables = {**os.environ, "PYTHONPATH": path, "TERM": "xterm", "COLUMNS": "80"}
+    running = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=variables)
+    shown, end = b"", time.monotonic() + 30  # a second on a quiet machine; no test machine is one
+    try:
+        while b"starting" not in shown and time.monotonic() < end:
+            if select.select([ours], [], [], 0.2)[0]:
+                shown += os.read(ours, 4096)
+    finally:
+        running.kill()
+        running.wait()
+        os.close(ours)
+        os.close(theirs)
+    assert b"starting" in shown
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for needed in ("transformers", "peft", "datasets"):
+        pytest.importorskip(needed)
+    root = tmp_path_factory.mktemp("world")
+    folders.causal(root / "base-a", "LlamaForCausalLM", 16, 2, 1)
+    folders.causal(root / "base-b", "Qwen3ForCausalLM", 24, 3, 2)
+    folders.lora(root / "base-a", root / "my-lora", ["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    folders.encoder(root / "bert", 16, 2, 1)
+    folders.prompts(root / "data.jsonl")
+    return root
+
+
+def given(world: Path, out: Path, **changed: object) -> list[object]:
+    inputs = {"source_base": world / "base-a", "source_tuned": world / "my-lora", "target_base": world / "base-b",
+              "calibration": world / "data.jsonl", "out": out, **changed}  # fmt: skip
+    return [part for name, value in inputs.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+
+def test_one_unit_of_loss(world: Path, tmp_path: Path) -> None:
+    """The verdict's loss of the unchanged target is the loss per token that evaluate prints of the same samples."""
+    rows = len((world / "data.jsonl").read_text().splitlines())
+    told = taskferry("transfer", *given(world, tmp_path / "out"), "--paper", "--samples", rows, "--json").json
+    scored = taskferry("evaluate", world / "base-b", "--test", world / "data.jsonl", "--json").json
+    assert told["verdict"]["loss_unit"] == "per token"
+    assert told["verdict"]["loss_before"] == pytest.approx(scored["loss"], rel=1e-4)
+    assert " per token" in told["verdict"]["sentence"]
+    assert dict(map(tuple, told["scale_curve"]))[0.0] == told["verdict"]["loss_before"]
+
+
+def test_warnings_that_cannot_be_missed(world: Path, tmp_path: Path) -> None:
+    """Few samples, a loss that went up, and a module trained in full: in the terminal, the card and the report."""
+    adapter = tmp_path / "with-head"
+    folders.lora(world / "base-a", adapter, ["q_proj"], modules_to_save=["lm_head"])
+    out = tmp_path / "out"
+    options = given(world, out, source_tuned=adapter)
+    ran = taskferry("transfer", *options, "--method", "naive", "--scale", 50, "--samples", 3)
+    shown = " ".join(ran.out.split())
+    assert "moved, but worse" in shown
+    assert "went UP" in shown
+    assert "warning only 3 samples" in shown
+    assert "lm_head" in shown.split("warning", 1)[1]
+    assert f"next rm -r {out}" in shown
+    card = (out / "README.md").read_text()
+    assert card.count("> **Warning:**") >= 3
+    taskferry("report", out, "--format", "md")
+    assert "Warning: only 3 samples" in (out / "report.md").read_text()
+
+
+def test_the_last_line_can_be_pasted(world: Path, tmp_path: Path) -> None:
+    desk = tmp_path / "desk"
+    desk.mkdir()
+    (desk / "data.jsonl").write_text((world / "data.jsonl").read_text())
+    (desk / "test.jsonl").write_text((world / "data.jsonl").read_text())
+    options = given(world, Path("moved"), calibration="data.jsonl")
+    ran = taskferry("transfer", *options, "--method", "bico", "--scale", "0.01", "--samples", 8, cwd=desk)
+    line = next(line for line in ran.out.splitlines() if "taskferry evaluate" in line)
+    if "worse" not in ran.out:
+        words = line.split("taskferry ", 1)[1].split()
+        assert words[-2:] == ["--test", "test.jsonl"]
+        assert "per token" in taskferry(*words, cwd=desk).out
+
+
+def test_what_is_said_of_a_mistake(world: Path, tmp_path: Path) -> None:
+    def refused(*words: str, more: tuple[object, ...] = (), **changed: object) -> None:
+        err = taskferry("transfer", *given(world, tmp_path / "out", **changed), *more, code=2).err
+        assert all(word in err for word in words), err
+
+    refused("--source-base: ", "did you mean", "base-a?", source_base=world / "base-aa")
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    refused("empty.jsonl is empty", calibration=empty)
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text(2 * (json.dumps({"question": "Where?", "answer": "Here."}) + "\n"))
+    refused("rename question to prompt and rename answer to completion", calibration=asked)
+    refused("another base model", str(world / "base-a"), "swapped",
+            source_base=world / "bert", target_base=world / "bert")  # fmt: skip
+    settings = tmp_path / "move.yaml"
+    settings.write_text("source_tunned: my-lora\n")
+    ran = taskferry("transfer", "--config", settings, code=2)
+    assert "did you mean source_tuned?" in ran.err
+    assert "taskferry transfer --help" in ran.err
+
+
+def test_doctor_agrees_with_transfer(world: Path) -> None:
+    pair = taskferry("doctor", world / "base-a", world / "bert", "--json").json
+    assert "transfer refuses this pair" in pair["would move"]
+    shown = taskferry("doctor", world / "base-a", world / "base-b").out
+    assert re.search(r"would move +\d+ of the \d+ linear layers", " ".join(shown.split()))
+    assert "a normalisation weight" in shown
+    assert "{" not in shown
+
+
+def test_inspect_of_an_output_has_one_line_for_each_reason(world: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    taskferry("transfer", *given(world, out), "--paper", "--samples", 8, "--quiet")
+    rows = taskferry("inspect", out).out.splitlines()
+    every = taskferry("inspect", out, "--all").out.splitlines()
+    assert len(rows) < 20 < len(every)
+
+
+def test_a_plan_counts_the_same_tokens_in_every_run(world: Path) -> None:
+    options = given(world, Path("unused"))[:-2]
+    first, second = (taskferry("plan", *options, "--json").json["plan"] for _ in range(2))
+    assert first["tokens"] == second["tokens"]
+    assert "LanguageModel()" not in json.dumps(first)
+
+
+def test_a_damaged_head_is_told(world: Path, tmp_path: Path) -> None:
+    """Resized embeddings beside a LoRA are named in the verdict."""
+    adapter = Path(folders.lora(world / "base-a", tmp_path / "resized", ["q_proj"]))
+    file = adapter / "adapter_model.safetensors"
+    state = load_file(file)
+    state["base_model.model.model.embed_tokens.weight"] = next(iter(state.values())).new_zeros(402, 16)
+    save_file(state, file, metadata={"format": "pt"})
+    options = given(world, tmp_path / "out", source_tuned=adapter)
+    told = taskferry("transfer", *options, "--paper", "--samples", 8, "--json").json
+    assert any("embed_tokens" in text for text in told["verdict"]["warnings"])
