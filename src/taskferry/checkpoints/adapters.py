@@ -112,9 +112,9 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
     ignored: dict[str, str] = {}
     for key, tensor in read_state(weights).items():
         name = key.removeprefix(_PREFIX)
-        found = _FACTOR.fullmatch(name)
-        if found is not None and tensor.ndim == 2:
-            factors.setdefault(found["module"], {})[found["side"]] = tensor
+        factor = _FACTOR.fullmatch(name)
+        if factor is not None and tensor.ndim == 2:
+            factors.setdefault(factor["module"], {})[factor["side"]] = tensor
         else:
             ignored[name] = _why_ignored(name)
     if not factors:

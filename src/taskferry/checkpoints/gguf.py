@@ -42,7 +42,7 @@ def load(
         huggingface.check_size(transformers.AutoModelForCausalLM, config, path, path.stat().st_size)
         if hasattr(transformers, "GgufConfig"):  # before it, all was dequantised
             how["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        cls = transformers.AutoModelForCausalLM if like is None else type(like)
+        cls: Any = transformers.AutoModelForCausalLM if like is None else type(like)
         model, info = cls.from_pretrained(path.parent, dtype=as_stored(dtype, WRITTEN), output_loading_info=True, **how)
     except TaskferryError:
         raise

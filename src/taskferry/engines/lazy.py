@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -51,7 +52,7 @@ class LazyModel:
         if not self.files:
             raise TaskferryError(f"{folder} has no safetensors files: block by block needs them")
         self.scales = Scales(self.form, self.files)
-        self.extra = {"dtype": self.dtype, "quantised": self.form and self.form.says}
+        self.extra: dict[str, Any] = {"dtype": self.dtype, "quantised": self.form and self.form.says}
         self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         try:
             self.stored = match_names(self.shapes, self.files)  # parameter -> name in the checkpoint

@@ -179,7 +179,7 @@ class _MicroBatch(Generic[S]):
         found = torch.cat(parts).cpu()
         _check_losses(self.unchecked, found[: len(flags)].tolist())
         self.unchecked.clear()
-        masks = found[len(flags) :].split([mask.numel() for _, mask in held])
+        masks = torch.split(found[len(flags) :], [mask.numel() for _, mask in held])
         self.alive = {key: mask.view(like.shape) for (key, like), mask in zip(held, masks, strict=True)}
 
     def _run_source(self) -> bool:

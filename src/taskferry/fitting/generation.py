@@ -159,7 +159,7 @@ def draw(
     length = _length(settings.max_length, source, target)
     wanted = settings.samples
     steps = Steps(progress, STAGE, wanted)
-    batches, rows = -(-wanted // BATCH), []
+    batches, rows = -(-wanted // BATCH), list[Row]()
     started, number = time.perf_counter(), 0
     with teacher_model(source, tuned) as model:
         author = Author(model, source.tokenizer(), settings, kind, length, given)

@@ -89,5 +89,5 @@ class _InParts:
             for call in calls:
                 self.recorder.on_gradient(call, replace(here, rows=call.site.own(g, -1)))
 
-        hooked.register_hook(gradient)
+        hooked.register_hook(gradient)  # type: ignore[no-untyped-call]
         return y

@@ -145,7 +145,9 @@ class Recorder(TorchFunctionMode):
                 continue
             calls.append(self.call(site, x))
             self.on_forward(calls[-1], inside, outside)
-        hooked.register_hook(lambda g: self._gradient(calls, first_row, g.flatten(2).mT if patches else g))
+        hooked.register_hook(  # type: ignore[no-untyped-call]
+            lambda g: self._gradient(calls, first_row, g.flatten(2).mT if patches else g)
+        )
         return y
 
     def _gradient(self, calls: list[Call], first_row: int, g: Tensor) -> None:

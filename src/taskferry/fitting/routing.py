@@ -70,7 +70,7 @@ class Meeting:
         X_A, X_B = tokens.source(A[0]), tokens.target(B[0])
         squares = [X_A.square().sum(0), X_B.square().sum(0)]
         self.products = X_A.T @ X_B + (0 if self.products is None else self.products)
-        self.squares = [a + b for a, b in zip(squares, self.squares or (0, 0), strict=True)]
+        self.squares = [a + b for a, b in zip(squares, self.squares, strict=True)] if self.squares else squares
 
     def overlap(self) -> Tensor | None:
         """[E_A, E_B], the cosines; None where one of the two has no experts."""

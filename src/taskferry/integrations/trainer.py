@@ -31,6 +31,7 @@ from taskferry.disk.files import write_text
 from taskferry.errors import TaskferryError
 from taskferry.fitting.recorder import Call, Recorder
 from taskferry.sites.discovery import find_sites
+from taskferry.sites.routed import Rows
 from taskferry.taskvector import Delta, LowRank, TaskVector
 
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.(?P<adapter>[^.]+)\.weight")
@@ -149,7 +150,9 @@ def _layer_inputs(model: nn.Module, probe: Mapping[str, Any] | None) -> dict[str
     batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in probe.items()}
     mask = batch.get("attention_mask")
 
-    def note(call: Call, x: Tensor, y: Tensor) -> None:  # noqa: ARG001
+    def note(call: Call, x: Rows, y: Rows) -> None:  # noqa: ARG001
+        if not isinstance(x, Tensor):
+            return  # an expert: its tokens are others at every step
         tokens = x[mask.bool()] if mask is not None and mask.shape == x.shape[:2] else x.flatten(0, -2)  # no padding
         found.setdefault(call.site.name, tokens.float().cpu())
 

@@ -88,7 +88,8 @@ class CrossCovariance:
     @staticmethod
     def alive(X: Tensor) -> Tensor:
         """Which rows [..., d] say anything."""
-        return torch.linalg.vector_norm(X.to(torch.promote_types(X.dtype, torch.float32)), dim=-1) != 0
+        norms: Tensor = torch.linalg.vector_norm(X.to(torch.promote_types(X.dtype, torch.float32)), dim=-1)
+        return norms != 0
 
     @classmethod
     def numbers(cls, d_A: int, d_B: int) -> int:

@@ -107,7 +107,7 @@ def pair_sites(
 
 def _experts(known: Mapping[tuple[_Role, int], Site], place: _Role) -> list[Site]:
     """All experts of the source at a place."""
-    found = []
+    found: list[Site] = []
     while (site := known.get((place, len(found)))) is not None and site.expert is not None:
         found.append(site)
     return found

@@ -59,7 +59,8 @@ class Site:
         if not period:
             return packed.narrow(dim, start - first, stop - start)
         dim %= packed.ndim
-        return packed.unflatten(dim, (-1, period[0])).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
+        heads: Tensor = packed.unflatten(dim, (-1, period[0]))  # type: ignore[no-untyped-call]
+        return heads.narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
 
     def put(self, part: Tensor, packed: Tensor) -> None:
         """The inverse of `own`: this site's outputs into the first dimension of all."""
@@ -75,7 +76,10 @@ class Site:
         if self.rows is None:
             return packed
         start, stop, *period = self.rows
-        return packed.unflatten(0, (-1, period[0]))[:, start:stop] if period else packed[start:stop]
+        if not period:
+            return packed[start:stop]
+        heads: Tensor = packed.unflatten(0, (-1, period[0]))  # type: ignore[no-untyped-call]
+        return heads[:, start:stop]
 
 
 @dataclass(frozen=True)

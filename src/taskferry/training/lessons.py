@@ -125,7 +125,7 @@ class Tokens(Lesson):
         same = all(torch.equal(A.inputs["input_ids"], B.inputs["input_ids"]) for A, B in calibration)
         table = None if same else translation(calibration.tokenizers)
         self.at: list[Tensor] = []  # of each sample: positions [P], their likely tokens [P, k] and probabilities
-        self.words: list[Tensor] = []
+        self.likely: list[Tensor] = []
         self.chances: list[Tensor] = []
         self.carried = 0  # positions that have the teacher's own distribution
         for A, B in calibration:
@@ -155,7 +155,7 @@ class Tokens(Lesson):
             chances = chances.masked_fill(alone[:, None], 0.0)
             own = torch.where(alone, 1.0, labels)
             self.at.append(at)
-            self.words.append(torch.cat([words, true[:, None]], 1))
+            self.likely.append(torch.cat([words, true[:, None]], 1))
             self.chances.append(torch.cat([(1 - own)[:, None] * chances, own[:, None]], 1))
 
     def loss(self, batch: Batch) -> Tensor:
@@ -165,7 +165,7 @@ class Tokens(Lesson):
         for row, i in enumerate(of):
             where[row, self.at[i]] = True
         scores = logits_at(self.model, batch, where.to(device_of(self.model))).float().log_softmax(-1)
-        words, chances = (torch.cat([each[i] for i in of]).to(scores.device) for each in (self.words, self.chances))
+        words, chances = (torch.cat([each[i] for i in of]).to(scores.device) for each in (self.likely, self.chances))
         return -(chances * scores.gather(1, words)).sum(1).mean() * len(batch)
 
 
