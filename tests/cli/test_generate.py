@@ -122,8 +122,8 @@ def test_samples_are_neither_sent_nor_copied_on(world: Path, tmp_path: Path) -> 
     ("verb", "options", "sentence"),
     [
         ("transfer", ["--engine", "blockwise"], "engine blockwise: the tuned source cannot write samples"),
-        ("transfer", ["--per-class", 2], "generated samples have no labels in the data"),
-        ("transfer", ["--labels", "data"], "generated samples have no labels in the data"),
+        ("transfer", ["--per-class", 2], "generated samples have no labels but the tuned source's"),
+        ("transfer", ["--labels", "data"], "generated samples have no labels but the tuned source's"),
         ("transfer", ["--temperature", 0], "temperature: Input should be greater than 0"),
         ("transfer", ["--calibration", "data.jsonl", "--temperature", 2], "temperature is of generated samples"),
         ("fit", ["--prompts", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
