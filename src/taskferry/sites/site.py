@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 
@@ -56,7 +57,7 @@ class Site:
         if not period:
             return packed.narrow(dim, start - first, stop - start)
         dim %= packed.ndim
-        return packed.unflatten(dim, (-1, period[0])).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
+        return torch.unflatten(packed, dim, (-1, period[0])).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
 
     def put(self, part: Tensor, packed: Tensor) -> None:
         """The inverse of `own`: this site's outputs into the first dimension of all."""
@@ -64,7 +65,7 @@ class Site:
             packed.copy_(part)
             return
         start, stop, *period = self.rows
-        mine = packed.unflatten(0, (-1, period[0]))[:, start:stop] if period else packed[start:stop]
+        mine = torch.unflatten(packed, 0, (-1, period[0]))[:, start:stop] if period else packed[start:stop]
         mine.copy_(part.reshape(mine.shape))
 
 
