@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 
@@ -59,7 +60,7 @@ class Site:
         if not period:
             return packed.narrow(dim, start - first, stop - start)
         dim %= packed.ndim
-        heads: Tensor = packed.unflatten(dim, (-1, period[0]))  # type: ignore[no-untyped-call]
+        heads = torch.unflatten(packed, dim, (-1, period[0]))
         return heads.narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
 
     def put(self, part: Tensor, packed: Tensor) -> None:
@@ -78,8 +79,7 @@ class Site:
         start, stop, *period = self.rows
         if not period:
             return packed[start:stop]
-        heads: Tensor = packed.unflatten(0, (-1, period[0]))  # type: ignore[no-untyped-call]
-        return heads[:, start:stop]
+        return torch.unflatten(packed, 0, (-1, period[0]))[:, start:stop]
 
 
 @dataclass(frozen=True)
