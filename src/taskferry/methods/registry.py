@@ -118,6 +118,8 @@ class Job:
             return [self.mean(folds) for folds in found]
 
         curve = choose_scale(losses, rounds=rounds, largest=1.0 if self.few else LARGEST)
+        if self.pair.work.progress is not None:
+            self.pair.work.progress("scale", len(known), len(known))  # the search may end early
         return replace(curve, folds=tuple(zip(known[0.0], known[curve.best], strict=True)) if curve.helps else ())
 
     def mean(self, folds: Sequence[float]) -> float:
