@@ -33,6 +33,11 @@ WRITE = bool(os.environ.get("TASKFERRY_WRITE_SUPPORT"))
 EQUAL = 1e-5
 TOLERANCE = 1e-3  # the engines add in another order: directions that are rounding alone would differ
 ENGINES = ("whole", "blockwise")
+# The gate runs these, and every row of adapters and files; `-m every` runs the rest.
+OFTEN = {
+    *("LlamaForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "GPTNeoXForCausalLM", "GPT2LMHeadModel", "BertModel"),
+    *("ModernBertModel", "AlbertModel", "BartForConditionalGeneration", "MixtralForCausalLM", "Lfm2ForCausalLM"),
+}
 MODULES = ["q_proj", "v_proj", "down_proj"]
 LORA: dict[str, dict[str, Any]] = {
     "LoRA": {},
@@ -112,7 +117,10 @@ def held(table: str, row: str, found: dict[str, str]) -> None:
     assert known.get(table, {}).get(row) == found, "run it with TASKFERRY_WRITE_SUPPORT=1"
 
 
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, id=kind.name, marks=() if kind.name in OFTEN else pytest.mark.every) for kind in CLASSES],
+)
 def test_a_lora_on_every_linear_layer_of_a_class(kind: Class, tmp_path: Path) -> None:
     folders.save(kind.build(16, 2, 1), tmp_path / "a")
     folders.save(kind.build(24, 3, 2), tmp_path / "b")
