@@ -120,5 +120,5 @@ def test_broken_conversations_are_named(world: Path, tmp_path: Path) -> None:
     ran = taskferry("transfer", "--source-base", world / "a", "--source-tuned", world / "tuned", "--target-base",
                     world / "b", "--calibration", data, "--out", tmp_path / "out", code=2)  # fmt: skip
     assert "bad.jsonl, row 1: conversations need a speaker and a text each" in ran.err
-    with pytest.raises(TaskferryError, match="instruction with output, or text is needed"):
+    with pytest.raises(TaskferryError, match="has the columns words: rename words to text"):
         load_samples(str(written(tmp_path / "none.jsonl", [{"words": "a"}] * 3)))

@@ -53,7 +53,7 @@ def test_sums_of_half_precision_are_of_float32() -> None:
 
 
 @pytest.mark.parametrize("engine", ["whole", "blockwise"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "auto"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
 def test_a_transfer_in_half_precision(world: Path, tmp_path: Path, dtype: str, engine: str) -> None:  # noqa: F811
     settings = TransferSettings(
         **texts(world, scale=1.0), **APART, dtype=dtype, engine=engine, method="bico", out=tmp_path / "out"

@@ -66,11 +66,11 @@ def test_apply_does_not_wait(form: str) -> None:
 
 
 def test_the_copies_of_a_transfer() -> None:
-    """BiCo of a full fine-tune between two small encoders: hashes of both models, masks, and one look a micro-batch."""
+    """BiCo of a full fine-tune between two small encoders: hashes of both models, and two copies a micro-batch."""
     A, B, calibration = models("bert")
     tau = TaskVector.between(dict(A.named_parameters()), tuned(A))
     job = Job.of(A, B, tau, calibration, TINY["bert"].objective)
     weights = sum(1 for model in (A, B) for _ in model.parameters())
     with pretend.counted() as counts:
         methods()["bico"].move(copy.copy(job), {})
-    assert counts.to_host == weights + len(calibration), counts.where
+    assert counts.to_host == weights + 2 * len(calibration), counts.where

@@ -196,7 +196,7 @@ def test_folders_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "in" / "linked").symlink_to(tmp_path / "in" / "b")
     (tmp_path / "in" / "broken").symlink_to(tmp_path / "nothing")
     assert Store(str(tmp_path / "in")).adapters() == ["a [1]", "b", "linked"]
-    with pytest.raises(TaskferryError, match="no folder"):
+    with pytest.raises(TaskferryError, match="is not a folder"):
         Store(str(tmp_path / "absent")).adapters()
 
 

@@ -25,7 +25,7 @@ EXPERTS = {"vocab_size": 400, "num_key_value_heads": 2, "head_dim": 4, "num_expe
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two mixtures of experts, and a fine-tune of the first in attention and, most of it, in experts."""
+    """Two mixtures of experts, and a fine-tune of the first in attention and, most of it, in embeddings."""
     root = tmp_path_factory.mktemp("world")
     for name, seed in (("a", 1), ("b", 2)):
         torch.manual_seed(seed)
@@ -34,7 +34,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            size = 0.05 if "experts" in name else 0.02 if "self_attn" in name and "norm" not in name else 0.0
+            size = 0.05 if "embed_tokens" in name else 0.02 if "self_attn" in name and "norm" not in name else 0.0
             parameter.add_(size * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(root / "tuned")
     for name, seed in (("dense-a", 1), ("dense-b", 2)):
@@ -51,17 +51,17 @@ def moved(world: Path, tuned: str, out: Path, *more: object, kind: str = "") -> 
     return " ".join(ran.out.split()), json.loads((out / "taskferry.json").read_text())
 
 
-def test_what_stayed_in_experts_is_said(world: Path, tmp_path: Path) -> None:
+def test_what_stayed_is_said(world: Path, tmp_path: Path) -> None:
     told, record = moved(world, "tuned", tmp_path / "out")
     base = load_model(str(world / "a"))
     deltas = load_tuned(str(world / "tuned"), base).tau.deltas
     energy = {name: float(torch.as_tensor(delta).square().sum()) for name, delta in deltas.items()}
-    stayed = sum(e for name, e in energy.items() if "experts" in name) / sum(energy.values())
+    stayed = sum(e for name, e in energy.items() if "embed_tokens" in name) / sum(energy.values())
     assert stayed > 0.5
     found = record["verdict"]["energy"]
     assert found["moved"] == pytest.approx(1 - stayed, rel=1e-6)
     assert math.fsum(found["stayed"].values()) == pytest.approx(stayed, rel=1e-6)
-    sentence = f"{100 * stayed:.0f} % of the change (‖τ‖²) stayed behind, most of it in mlp.experts."
+    sentence = f"{100 * stayed:.0f} % of the change (‖τ‖²) stayed behind, most of it in model.embed_tokens."
     assert sentence in told
     card = (tmp_path / "out" / "README.md").read_text()
     assert sentence in card
@@ -85,4 +85,4 @@ def test_apply_says_it_as_well(world: Path, tmp_path: Path) -> None:
     taskferry("apply", tmp_path / "maps", world / "tuned", "--source-base", world / "a", "--target-base", world / "b",
               "--out", tmp_path / "out")  # fmt: skip
     verdict = json.loads((tmp_path / "out" / "taskferry.json").read_text())["verdict"]
-    assert "stayed behind, most of it in mlp.experts" in verdict["sentence"]
+    assert "stayed behind, most of it in model.embed_tokens" in verdict["sentence"]

@@ -103,10 +103,10 @@ def test_the_page_of_a_transfer_has_the_numbers_of_its_record(world: Path, brows
         moved = sum(numbers[row["parameter"]] for row in record["coverage"]["rows"] if row["status"] != "kept")
         verdict = record["verdict"]
         assert dict(tiles) == {
-            "Calibration loss": verdict["loss_after"],
+            f"Calibration loss {verdict['loss_unit']}": verdict["loss_after"],
             "Scale": verdict["scale"],
-            "Parameters moved": verdict["moved"],
-            "Numbers moved": moved / sum(numbers.values()),
+            "Weight tensors moved": verdict["moved"],
+            "Weights moved": moved / sum(numbers.values()),
             "Change moved": verdict["energy"]["moved"],
             "Samples": 12,
         }

@@ -53,6 +53,8 @@ def device_named(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         return torch.empty(0, device=name).device
+    except torch.OutOfMemoryError:
+        raise  # it is there, and full
     except (RuntimeError, AssertionError) as error:
         raise TaskferryError(f"no device '{name}' here: {str(error).splitlines()[0]}; give --device cpu") from error
 

@@ -13,7 +13,6 @@ import typer
 from taskferry.choices import GENERATE
 from taskferry.cli.options import DryRun, Json, Quiet, YamlFile, example, with_settings
 from taskferry.cli.terminal import waiting
-from taskferry.disk.files import read_json
 from taskferry.engines.launch import rank_and_size
 from taskferry.errors import TaskferryError
 from taskferry.jobs.settings import TransferSettings
@@ -53,8 +52,9 @@ def run(
 
 def with_samples(sentence: str, given: Mapping[str, Any]) -> str:
     """Where nothing but samples is missing: what they can be, and the next command to type."""
+    sentence, _, more = sentence.partition("; `taskferry")
     if not sentence.endswith(": --calibration is missing"):
-        return sentence
+        return f"{sentence}; `taskferry{more}" if more else sentence
     forms = "give JSONL, CSV, Parquet, an image folder or a hub dataset"
     if _may_write(str(given.get("source_base", ""))):
         return (
@@ -69,6 +69,7 @@ def with_samples(sentence: str, given: Mapping[str, Any]) -> str:
 
 def _may_write(base: str) -> bool:
     """Whether a model is a language model, as far as its folder says; of a hub's nothing is known yet."""
+    from taskferry.disk.files import read_json
     from taskferry.fitting.language import is_language_class
 
     config = Path(base) / "config.json"

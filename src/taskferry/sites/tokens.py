@@ -11,6 +11,7 @@ Padding is masked out of both sides.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -83,8 +84,16 @@ class TokenMatch:
     def _select(self, x: Tensor) -> Tensor:
         if self.keep is None:
             return x.reshape(-1, x.shape[-1])
-        keep = self.keep.to(x.device)
-        return x[:, keep].reshape(-1, x.shape[-1]) if keep.ndim == 1 else x[keep]
+        places = self._places.to(x.device)
+        if self.keep.ndim == 1:
+            return x.index_select(1, places).reshape(-1, x.shape[-1])
+        return x.reshape(-1, x.shape[-1]).index_select(0, places)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """Of the tokens kept, found where the mask is: a device would make the host wait for their number."""
+        mask = torch.ones(0, dtype=torch.bool) if self.keep is None else self.keep
+        return mask.flatten().nonzero()[:, 0]
 
 
 def match(A: Layout, B: Layout, length_A: int, length_B: int) -> TokenMatch:
