@@ -130,12 +130,14 @@ def test_one_unit_of_loss(world: Path, tmp_path: Path) -> None:
 
 def test_warnings_that_cannot_be_missed(world: Path, tmp_path: Path) -> None:
     """Few samples, a loss that went up, and a module trained in full: in the terminal, the card and the report."""
-    adapter = tmp_path / "with-head"
-    folders.lora(world / "base-a", adapter, ["q_proj"], modules_to_save=["lm_head"])
-    out = tmp_path / "out"
-    options = given(world, out, source_tuned=adapter)
-    ran = taskferry("transfer", *options, "--method", "naive", "--scale", 50, "--samples", 3)
-    shown = " ".join(ran.out.split())
+    for seed in range(12):  # of random changes of random models, about half make the loss worse
+        adapter, out = tmp_path / f"with-head-{seed}", tmp_path / f"out-{seed}"
+        folders.lora(world / "base-a", adapter, ["q_proj"], seed=seed, modules_to_save=["lm_head"])
+        options = given(world, out, source_tuned=adapter)
+        ran = taskferry("transfer", *options, "--method", "naive", "--scale", 50, "--samples", 3)
+        shown = " ".join(ran.out.split())
+        if "went UP" in shown:
+            break
     assert "moved, but worse" in shown
     assert "went UP" in shown
     assert "warning only 3 samples" in shown
