@@ -100,7 +100,7 @@ def test_a_vocabulary_in_another_order_is_taught_the_same() -> None:
     with torch.no_grad():
         same, other = Tokens((A, A), one, 0.0), Tokens((A, A), two, 0.0)
     assert other.carried == same.carried == sum(map(len, same.at)) > 8
-    for words, chances, theirs, known in zip(same.words, same.chances, other.words, other.chances, strict=True):
+    for words, chances, theirs, known in zip(same.likely, same.chances, other.likely, other.chances, strict=True):
         assert torch.equal(torch.tensor(order)[words], theirs)
         assert torch.allclose(chances, known, atol=1e-6)
     with pytest.raises(TaskferryError, match="two vocabularies"):
@@ -117,7 +117,7 @@ def test_a_token_that_the_teacher_cannot_name_is_taught_by_the_text() -> None:
     with torch.no_grad():
         found = Tokens((A, B), calibration, 0.0)
     assert found.carried == 0
-    for words, chances in zip(found.words, found.chances, strict=True):
+    for words, chances in zip(found.likely, found.chances, strict=True):
         assert torch.equal(chances[:, -1], torch.ones(len(words)))
         assert float(chances[:, :-1].abs().sum()) == 0
 
