@@ -308,7 +308,7 @@ class _Move:
             shift = None if name is None or name not in self.deltas else self._beside(name, R_out)
             if source.bias is not None and isinstance(shift, Tensor):
                 self.used.add(source.bias)
-                bias.add(target, source.bias, target.share * R_out(source.read_bias(shift)[None])[0], pair.note)
+                bias.add(target, source.bias, target.share * R_out(source.read(shift)[None])[0], pair.note)
             else:
                 bias.miss(target)
 

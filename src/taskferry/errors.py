@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 LONGEST = 2000  # names in a message come from files, and may be of any length
 
 
@@ -12,6 +14,14 @@ class TaskferryError(ValueError):
         if len(message) > LONGEST:
             message = f"{message[: LONGEST // 2]} … {message[-LONGEST // 2 :]}"
         super().__init__(message)
+
+
+class MissingSettings(TaskferryError):
+    """Settings of which nothing is wrong but that some are missing."""
+
+    def __init__(self, sentence: str, more: str, names: Sequence[str]) -> None:
+        super().__init__(sentence + more)
+        self.sentence, self.names = sentence, tuple(names)
 
 
 def first_line(error: Exception) -> str:

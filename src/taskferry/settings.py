@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from taskferry.choices import DEFAULT_TOLERANCE, FREE, GENERATE, OWN, LabelSource, ObjectiveName, Sampler
-from taskferry.errors import TaskferryError
+from taskferry.errors import MissingSettings, TaskferryError
 
 S = TypeVar("S", bound="Settings")
 MOST_YAML = 2**20  # bytes
@@ -274,7 +274,7 @@ def load_settings(cls: type[S], file: Path | None, given: Mapping[str, Any]) -> 
     try:
         return cls(**values)
     except ValidationError as error:
-        raise TaskferryError(_all_errors(cls, error, file)) from error
+        raise _all_errors(cls, error, file) from error
 
 
 class _Plain(yaml.SafeLoader):
@@ -311,7 +311,7 @@ def dump_settings(settings: Settings) -> str:
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
 
 
-def _all_errors(cls: type[Settings], error: ValidationError, file: Path | None) -> str:
+def _all_errors(cls: type[Settings], error: ValidationError, file: Path | None) -> TaskferryError:
     lines = []
     for item in error.errors():
         name = str(item["loc"][0]) if item["loc"] else ""
@@ -324,4 +324,7 @@ def _all_errors(cls: type[Settings], error: ValidationError, file: Path | None) 
             lines.append(f"{name}: {item['msg'].removeprefix('Value error, ')}".removeprefix(": "))
     where = f" in {file}" if file else ""
     more = f"; `taskferry {cls.command} --help` lists all" if cls.command else ""
-    return f"settings{where}: " + "; ".join(dict.fromkeys(lines)) + more
+    sentence = f"settings{where}: " + "; ".join(dict.fromkeys(lines))
+    if all(item["type"] == "missing" for item in error.errors()):
+        return MissingSettings(sentence, more, [str(item["loc"][0]) for item in error.errors()])
+    return TaskferryError(sentence + more)

@@ -33,7 +33,7 @@ def test_stored_the_other_way_round_and_in_turn() -> None:
     assert (both.shape, both.rows, both.transposed) == ((24, 16), None, True)
     weight, bias = torch.randn(4, 16, 24), torch.randn(4, 24)
     assert torch.equal(both.read(weight), weight[2].T)
-    assert torch.equal(both.read_bias(bias), bias[2])
+    assert torch.equal(both.read(bias), bias[2])
     assert both.bias == "model.layers.0.mlp.experts.gate_up_proj_bias"
 
 

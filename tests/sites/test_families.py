@@ -91,14 +91,14 @@ def test_recorded_inputs_and_gradients_are_autograds(tiny: Tiny) -> None:
         parameters = dict(model.named_parameters())
         recomputed = inputs[uses[0]] @ site.read(parameters[site.weight]).T
         if site.bias is not None:
-            recomputed = recomputed + site.read_bias(parameters[site.bias])
+            recomputed = recomputed + site.read(parameters[site.bias])
         assert torch.allclose(outputs[uses[0]], recomputed, rtol=1e-9, atol=1e-11), site  # y = x Wᵀ + b
         weight = site.read(expected[site.weight])
         scale = float(expected[site.weight].abs().max())
         assert torch.allclose(product, weight, rtol=1e-8, atol=1e-10 * scale), site
         if site.bias is not None:
             bias = sum(gradients[use].sum((0, 1)) for use in uses)
-            assert torch.allclose(bias, site.read_bias(expected[site.bias]), rtol=1e-8, atol=1e-10), site
+            assert torch.allclose(bias, site.read(expected[site.bias]), rtol=1e-8, atol=1e-10), site
 
 
 @pytest.mark.parametrize(("source", "target"), [((16, 2), (24, 3)), ((24, 3), (16, 2))])

@@ -83,7 +83,7 @@ def scaled(model: nn.Module, tiny: Tiny, up: str, down: str) -> float:
             factor = 2.0 if site.role == up else 0.5
             site.put(factor * site.read(weight), site.oriented(weight))
             if site.bias is not None and site.role == up:
-                site.put(2 * site.read_bias(parameters[site.bias]), parameters[site.bias])
+                site.put(2 * site.read(parameters[site.bias]), parameters[site.bias])
     for name, parameter in parameters.items():
         if name.endswith("v_bias") and up == "attn.v":  # DeBERTa keeps it apart
             parameter.mul_(2)

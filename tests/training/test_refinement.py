@@ -192,3 +192,6 @@ def test_settings_of_a_refinement_need_one(pair: dict[str, Any], tmp_path: Path)
     found = json.loads(plan.out)["plan"]
     assert found["stages"]["refine"] > 0
     assert "3 training steps" in found["refine"]
+    assert "cheaper" not in found
+    many = taskferry("transfer", *words(pair), *out, "--refine", 100, "--dry-run", "--json").json["plan"]
+    assert many["cheaper"].startswith("--method cold")

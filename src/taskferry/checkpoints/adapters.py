@@ -64,14 +64,12 @@ class Skeleton:
         for site in sites:
             if site.expert is not None:
                 stacked.add(site.weight)
-                if site.transposed:
-                    transposed.add(site.weight)
             elif site.role == ROUTER:
                 routers.add(site.weight)
             elif site.weight == f"{site.name.partition('#')[0]}.weight" and len(parameters[site.weight]) == 2:
                 linear.add(site.weight)
-                if site.transposed:
-                    transposed.add(site.weight)
+            if site.transposed and site.weight in linear | stacked:
+                transposed.add(site.weight)
         sets = (frozenset(each) for each in (stacked, routers))
         return cls(parameters, frozenset(linear), frozenset(transposed), prefix, None, *sets)
 

@@ -1,7 +1,7 @@
 """Weights of 8 bits with scales beside them: FP8 by blocks, rows or tensors, and plain 8-bit integers.
 
     >>> scales = Scales(form_of(folder), files)                    # names in the files -> what belongs together
-    >>> scales.restore("model.layers.0.mlp.up_proj.weight", stored, read)     # stored x scale, in float32
+    >>> scales.restore("model.layers.0.mlp.up_proj.weight", stored)           # stored x scale, in float32
 
 The products are those of transformers (fp8, mxfp8, fbgemm_fp8) and of compressed-tensors. Blocks at the edges may be
 cut, which transformers refuses, or takes for smaller ones.
@@ -9,7 +9,7 @@ cut, which transformers refuses, or takes for smaller ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ class Scales:
     def __init__(self, form: Form | None, files: Mapping[str, Path]) -> None:
         self.form, self.files = form, files
 
-    def restore(self, name: str, stored: Tensor, read: Callable[[str], Tensor]) -> Tensor:
+    def restore(self, name: str, stored: Tensor) -> Tensor:
         """The weight itself; anything of more than 8 bits is one already."""
         if stored.dtype not in _EIGHT_BITS:
             return stored
@@ -56,11 +56,11 @@ class Scales:
             raise TaskferryError(f"{where}: {name} is stored as {_called(stored)}, packed somehow: {ORIGINAL}")
         values = stored.float()
         if f"{name}{_ZERO}" in self.files:
-            zero = read(f"{name}{_ZERO}")
+            zero = self._read(f"{name}{_ZERO}")
             if zero.dtype not in _EIGHT_BITS:
                 raise TaskferryError(f"{where}: {name} has zero points of {_called(zero)}: {ORIGINAL}")
             values -= self._spread(name, zero.float(), values.shape)
-        factors = read(scale)
+        factors = self._read(scale)
         # A byte is the exponent of a power of two.
         factors = (factors.float() - 127).exp2() if factors.dtype == torch.uint8 else factors.float()
         return values.mul_(self._spread(name, factors, values.shape))
@@ -76,6 +76,9 @@ class Scales:
     def has_scale(self, name: str) -> bool:
         """Whether this is a weight that is stored with a scale."""
         return self._scale(name) is not None
+
+    def _read(self, name: str) -> Tensor:
+        return read_tensor(self.files[name], name)
 
     def _scale(self, name: str) -> str | None:
         others = [name.removesuffix(".weight") + end for end in _OTHER_SCALES] if name.endswith(".weight") else []
@@ -107,15 +110,9 @@ def restored_state(folder: Path, form: Form) -> dict[str, Tensor]:
     """All tensors of a folder by their names in the files, weights restored in float32."""
     files = tensor_files(folder)
     scales = Scales(form, files)
-
-    def read(name: str) -> Tensor:
-        return read_tensor(files[name], name)
-
-    state: dict[str, Tensor] = {}
-    for name in files:
-        if not scales.belongs(name):
-            state[name] = scales.restore(name, read(name), read)
-    return state
+    return {
+        name: scales.restore(name, read_tensor(file, name)) for name, file in files.items() if not scales.belongs(name)
+    }
 
 
 def read_tensor(path: Path, name: str) -> Tensor:

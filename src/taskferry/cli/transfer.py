@@ -14,7 +14,7 @@ from taskferry.choices import GENERATE
 from taskferry.cli.options import DryRun, Json, Quiet, YamlFile, example, with_settings
 from taskferry.cli.terminal import waiting
 from taskferry.engines.launch import rank_and_size
-from taskferry.errors import TaskferryError
+from taskferry.errors import MissingSettings, TaskferryError
 from taskferry.jobs.settings import TransferSettings
 from taskferry.settings import load_settings, read_yaml
 
@@ -35,9 +35,11 @@ def run(
     with waiting(quiet or as_json):
         try:
             settings = load_settings(TransferSettings, config, given)
-        except TaskferryError as error:
+        except MissingSettings as error:
+            if error.names != ("calibration",):
+                raise
             known = given if config is None else {**read_yaml(config), **given}
-            raise TaskferryError(with_samples(str(error), known)) from error
+            raise TaskferryError(f"{error.sentence}: {samples_to_give(known)}") from error
         from taskferry.cli.screen import Screen, next_after
         from taskferry.jobs.transfer import transfer
     screen = Screen(quiet=quiet, as_json=as_json, show_plan=dry_run)
@@ -50,19 +52,16 @@ def run(
         raise typer.Exit(3)
 
 
-def with_samples(sentence: str, given: Mapping[str, Any]) -> str:
+def samples_to_give(given: Mapping[str, Any]) -> str:
     """Where nothing but samples is missing: what they can be, and the next command to type."""
-    sentence, _, more = sentence.partition("; `taskferry")
-    if not sentence.endswith(": --calibration is missing"):
-        return f"{sentence}; `taskferry{more}" if more else sentence
     forms = "give JSONL, CSV, Parquet, an image folder or a hub dataset"
     if _may_write(str(given.get("source_base", ""))):
         return (
-            f"{sentence}: {forms}, or let the tuned source of a language model write samples itself: "
+            f"{forms}, or let the tuned source of a language model write samples itself: "
             f"{command_line()} --calibration {GENERATE}"
         )
     return (
-        f"{sentence}: {forms}, of which labels may be missing, for the tuned source gives them: "
+        f"{forms}, of which labels may be missing, for the tuned source gives them: "
         f"{command_line()} --calibration my-samples --labels teacher"
     )
 

@@ -27,7 +27,7 @@ from taskferry.checkpoints import Loaded, huggingface
 from taskferry.checkpoints.folders import INDEX, tensor_files
 from taskferry.checkpoints.loaded import as_stored
 from taskferry.checkpoints.quantised import by_blocks, form_of, same_form, write_plain
-from taskferry.checkpoints.scales import Scales, read_tensor
+from taskferry.checkpoints.scales import Scales
 from taskferry.checkpoints.vocabulary import resized
 from taskferry.disk.files import hash_tensor, is_finite, write_plain_safetensors
 from taskferry.engines.memory import freed
@@ -109,15 +109,12 @@ class LazyModel:
                 with safe_open(str(path), framework="pt") as file:
                     for name in inside:
                         stored: Tensor = file.get_tensor(self.stored[name])
-                        tensor = self.scales.restore(self.stored[name], stored, self._read)
+                        tensor = self.scales.restore(self.stored[name], stored)
                         if not is_finite(tensor):
                             raise TaskferryError(f"{path}: {name} holds numbers that are not finite: it is damaged")
                         yield name, tensor
             except (SafetensorError, OSError) as error:
                 raise TaskferryError(f"{path} cannot be read: {error}") from error
-
-    def _read(self, name: str) -> Tensor:
-        return read_tensor(self.files[name], name)
 
     @contextmanager
     def cached(self, names: Iterable[str], wanted: bool = True) -> Iterator[None]:

@@ -168,9 +168,9 @@ class _MicroBatch(Generic[S]):
         flags = [torch.isfinite(loss).reshape(1).to(device) for _, loss in self.unchecked]
         sides = ((True, CrossCovariance, self.inputs), (False, self.capture.sums, self.outputs))
         held = [
-            (key, kind.alive(x))
-            for side, kind, rows in sides
-            for key, x in ((((side, *at)), x) for at, x in rows.items())
+            ((inputs, *at), kind.alive(x))
+            for inputs, kind, rows in sides
+            for at, x in rows.items()
             if isinstance(x, Tensor)
         ]
         parts = [*flags, *(mask.flatten() for _, mask in held)]
@@ -263,7 +263,8 @@ class _MicroBatch(Generic[S]):
 
     def _add(self, sums: dict[str, S], key: str, call: Call, rows_A: Rows, rows_B: Rows) -> None:
         pair = self.by_target[call.site.name]
-        place = (sums is self.kept.inputs, key)
+        inputs = sums is self.kept.inputs
+        place = (inputs, key)
         if place in self.done:
             return
         try:
@@ -273,10 +274,9 @@ class _MicroBatch(Generic[S]):
             if routed and not len(X_A):
                 return  # no token reaches both
             if key not in sums:
-                inputs = sums is self.kept.inputs
                 sums[key] = self.kept.start(inputs, call.site.name, rows_A.shape[-1], rows_B.shape[-1])
             into = sums[key]
-            alive = None if routed else self.alive.get((place[0], pair.source.name, call.index))
+            alive = None if routed else self.alive.get((inputs, pair.source.name, call.index))
             shown = None if alive is None else tokens.source(alive[..., None].float())[:, 0] != 0
             if isinstance(into, CrossCovariance) and shown is not None and not bool(shown.all()):
                 into.add(X_A, X_B, shown.nonzero()[:, 0].to(X_A.device))

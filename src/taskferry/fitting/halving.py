@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -62,6 +62,10 @@ class Halving:
             stacklevel=2,
         )
         return self._halves(work, batches, start)
+
+    def each(self, work: Callable[[Batch], T], batches: Iterable[Batch]) -> list[T]:
+        """The work on one model's micro-batches, of each part in order."""
+        return [part for batch in batches for part in self.run(work, batch)]
 
     def _halves(self, work: Callable[..., T], batches: tuple[Batch, ...], start: int) -> list[T]:
         size = len(batches[0])

@@ -75,11 +75,11 @@ class _InParts:
         b = getattr(self.module, f"{name}_bias")[expert] if self.kind.bias else None
         y = F.linear(here.rows, W.T if self.kind.transposed else W, b)
         sites = self.sites.get((name, expert), [])
+        if not sites:
+            return y
         inputs: Rows = replace(here, rows=read.detach())
         if read is not here.rows:
             inputs = read.detach().view(here.samples, here.length, -1)
-        if not sites:
-            return y
         hooked, y = hook_point(y)
         calls = [self.recorder.call(site, read) for site in sites]
         for call in calls:

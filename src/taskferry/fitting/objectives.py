@@ -345,7 +345,7 @@ def teacher_labels(tuned: nn.Module, batches: Sequence[Batch], classifier: Class
         return logits(batch.to(*place)).argmax(-1).cpu()
 
     with torch.no_grad(), frozen(tuned):
-        return torch.cat([part for batch in batches for part in halving.run(predicted_classes, batch)])
+        return torch.cat(halving.each(predicted_classes, batches))
 
 
 def calibration_features(model: nn.Module, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
@@ -356,7 +356,7 @@ def calibration_features(model: nn.Module, batches: Sequence[Batch]) -> tuple[Te
         return wide(family.features(model, batch.to(*place)))
 
     with torch.no_grad(), frozen(model):
-        features = torch.cat([part for batch in batches for part in halving.run(features_of, batch)])
+        features = torch.cat(halving.each(features_of, batches))
     labels = torch.cat([_labels(batch) for batch in batches]).to(features.device)
     if int(labels.max()) == int(labels.min()):
         raise TaskferryError(

@@ -102,9 +102,9 @@ def _inside(left: float, middle: float, right: float, known: dict[float, float])
 
 def calibration_loss(model: nn.Module, loss: Loss, batches: Sequence[Batch]) -> float:
     """Mean loss per sample, forward passes only."""
-    place, halving = place_of(model), Halving()
+    place = place_of(model)
     with torch.no_grad(), frozen(model):
-        total = sum(part for each in batches for part in halving.run(lambda batch: float(loss(batch.to(*place))), each))
+        total = sum(Halving().each(lambda batch: float(loss(batch.to(*place))), batches))
     return total / sum(len(batch) for batch in batches)
 
 
@@ -114,8 +114,10 @@ def moved_by(model: nn.Module, tau: TaskVector) -> Iterator[Callable[[float], No
 
     Memory: one copy of the parameters that move.
     """
-    moving = [(parameter, parameter.detach().clone(), delta) for _, parameter, delta in tau.on(model)]
-    moving = [(p, base, to_device(d, p.device) if isinstance(d, LowRank) else d) for p, base, d in moving]
+    moving = [
+        (parameter, parameter.detach().clone(), to_device(d, parameter.device) if isinstance(d, LowRank) else d)
+        for _, parameter, d in tau.on(model)
+    ]
 
     @torch.no_grad()
     @full_precision()

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from taskferry.alignment import Alignment
-from taskferry.errors import TaskferryError
+from taskferry.errors import TaskferryError, first_line
 from taskferry.fleet.move import Moved, OpenAlignment, failed, move_batch
 from taskferry.fleet.store import Store
 from taskferry.fleet.summary import summary_page
@@ -113,7 +113,7 @@ def run_fleet(settings: FleetSettings, reporter: FleetReporter | None = None) ->
 def _connect(ray: Any, address: str | None) -> None:
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:
-        ray.init(address="local", include_dashboard=False, **quiet)  # never one that somebody else runs here
+        _start(ray, quiet)
         return
     try:
         ray.init(address=address, **quiet)
@@ -122,6 +122,19 @@ def _connect(ray: Any, address: str | None) -> None:
             f"no Ray cluster answers at {address}: start one there (`ray start --head`), or set RAY_AUTH_MODE=token "
             "where it asks for a token"
         ) from error
+
+
+def _start(ray: Any, quiet: dict[str, Any], again: bool = True) -> None:
+    try:
+        ray.init(address="local", include_dashboard=False, **quiet)  # never one that somebody else runs here
+    except Exception as error:  # Ray's own: it gives itself half a minute, too little where a machine is busy
+        ray.shutdown()
+        if not again:
+            raise TaskferryError(
+                f"Ray does not start here ({first_line(error)}): try again when less is running, or give the address "
+                "of a cluster that runs"
+            ) from error
+        _start(ray, quiet, again=False)
 
 
 def _move_all(

@@ -36,8 +36,9 @@ def energy_moved(tau: TaskVector, moved: TaskVector) -> dict[str, Any]:
         if name not in taken:
             stayed.setdefault(_without_numbers(name), {})[name] = delta
         elif len(delta.shape) == 3:  # some experts may have found no place
-            own = [each for i, each in enumerate(_matrices(delta)) if f"{name}#{i}" in left]
-            stayed.setdefault(_without_numbers(name), {}).update({f"{name}#{i}": d for i, d in enumerate(own)})
+            experts = {f"{name}#{i}": each for i, each in enumerate(_matrices(delta))}
+            own = {expert: each for expert, each in experts.items() if expert in left}
+            stayed.setdefault(_without_numbers(name), {}).update(own)
     shares = {where: TaskVector(deltas).norm() ** 2 / total for where, deltas in stayed.items() if deltas}
     return {
         "moved": max(0.0, 1.0 - sum(shares.values())),

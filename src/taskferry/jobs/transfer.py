@@ -20,9 +20,11 @@ from taskferry.jobs.spectrum import before_and_after, energy_moved
 from taskferry.jobs.timing import Timing
 from taskferry.jobs.verdict import Judged, verdict
 from taskferry.methods import Job, Moved, find
+from taskferry.methods.registry import without_move
 from taskferry.taskvector import LazyDeltas, TaskVector
 from taskferry.training.refinement import STAGE, refine
 
+MANY_STEPS = 100  # from where on a moved start was no better than none (docs/how-to/refine.md)
 ENGINES = {"whole": "both models in memory", "blockwise": "one block at a time", "ranks": "several processes"}
 
 
@@ -159,13 +161,23 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
         "labels": prepared.labels,
         "method": " ".join([settings.method, *(f"{k}={v}" for k, v in settings.method_settings.items())]),
         **_efforts(settings),
-        **({"refine": f"{settings.refine} training steps towards the tuned source"} if settings.refine else {}),
+        **_refining(settings),
         "engine": ENGINES.get(models.pair.engine, models.pair.engine),
         "devices": _placed(models),
         "loss": f"{prepared.objectives[1].words}, {prepared.objectives[1].unit}",
         "scale": "chosen on the samples" if settings.scale == "auto" else f"{settings.scale:g}",
         "output": f"{FORMS[kind]} in {settings.out}{dequantised(kind, models.target).replace(' The', ': the')}",
     }
+
+
+def _refining(settings: TransferSettings) -> dict[str, str]:
+    """The training after the move, and what is cheaper where so many steps were seen to make up for the move."""
+    if not settings.refine:
+        return {}
+    lines, start = {"refine": f"{settings.refine} training steps towards the tuned source"}, without_move().name
+    if settings.refine >= MANY_STEPS and settings.method != start:
+        lines["cheaper"] = f"--method {start}: with so many steps training alone got as far on small models"
+    return lines
 
 
 def _efforts(settings: TransferSettings) -> dict[str, str]:

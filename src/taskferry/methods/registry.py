@@ -138,6 +138,7 @@ class Needs:
     training: bool = False
     whole: bool = False  # the models themselves, in the memory of one process
     maps: bool = False  # whether it leaves maps that another change can pass through
+    change: bool = True  # what was learned at the source; where not, it is a start for training alone
 
 
 @dataclass(frozen=True)
@@ -286,6 +287,11 @@ def with_maps() -> list[Method]:
 def published() -> Method:
     """The paper's own."""
     return next(known for known in methods().values() if known.paper is not None)
+
+
+def without_move() -> Method:
+    """The one that moves nothing, for training from scratch."""
+    return next(each for each in methods().values() if not each.needs.change)
 
 
 def find(name: str) -> Method:

@@ -132,8 +132,6 @@ def own_form(stored: Tensor, site: Site | None) -> Tensor:
     """The form [out, in] of a site's weight, [out] of its bias; other parameters as they are."""
     if site is None:
         return stored
-    if stored.ndim == 1:
-        return site.read_bias(stored)
     return site.read(stored.view(stored.shape[0], -1) if stored.ndim > 2 else stored)
 
 

@@ -27,6 +27,8 @@ def find_sites(model: nn.Module, family: Family | None = None) -> list[Site]:
             sites += _parts(whole, linear, "#")
         for expert in range(linear.experts):
             sites += _parts(replace(whole, name=f"{whole.name}#{expert}", expert=expert), linear, ".")
+    kinds = {at: family.kind(model, path) for at, path in block_paths(sites).items()}
+    sites = [site if site.block is None else replace(site, kind=kinds[site.stack, site.block]) for site in sites]
     return _number_blocks(sites)
 
 

@@ -50,7 +50,6 @@ class Family:
             stream=self.stream(model, linear.path, role),
             transposed=linear.transposed,
             fixed=fixed,
-            kind="" if block is None else self.kind(model, f"{prefix}.{block}"),
         )
 
     def is_head(self, path: str) -> bool:

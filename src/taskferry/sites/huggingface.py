@@ -97,10 +97,8 @@ class HuggingFace(Family):
         """Sliding, full or linear attention, as the block's own layers or their configuration say."""
         for module in model.get_submodule(block).modules():
             layer: Any = module
-            types, place = (
-                getattr(getattr(layer, "config", None), "layer_types", None),
-                getattr(layer, "layer_idx", None),
-            )
+            types = getattr(getattr(layer, "config", None), "layer_types", None)
+            place = getattr(layer, "layer_idx", None)
             if types and isinstance(place, int) and place < len(types):
                 return _kind(types[place])
             for name in ("layer_type", "attention_type", "block_type"):

@@ -45,23 +45,16 @@ class Site:
         return W.T if self.transposed else W
 
     def read(self, stored: Tensor) -> Tensor:
-        """This site's [out, in] out of the parameter as it is stored (a view, unless its rows repeat)."""
-        return self.own(self.oriented(stored))
+        """This site's [out, in] out of the weight as it is stored, or its [out] out of the bias.
 
-    def read_bias(self, stored: Tensor) -> Tensor:
-        """This site's [out] out of the bias as it is stored (a view, unless its rows repeat)."""
-        return self.own(stored if self.expert is None else stored[self.expert])
+        A view, unless its rows repeat.
+        """
+        return self.own(self.oriented(stored))
 
     def own(self, packed: Tensor, dim: int = 0, first: int = 0) -> Tensor:
         """This site's outputs along one dimension of all that its matrix has, or of those from `first` on."""
-        if self.rows is None:
-            return packed
-        start, stop, *period = self.rows
-        if not period:
-            return packed.narrow(dim, start - first, stop - start)
-        dim %= packed.ndim
-        heads = torch.unflatten(packed, dim, (-1, period[0]))
-        return heads.narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
+        mine, dim = self._within(packed, dim, first), dim % packed.ndim
+        return mine if mine.ndim == packed.ndim else mine.flatten(dim, dim + 1)
 
     def put(self, part: Tensor, packed: Tensor) -> None:
         """The inverse of `own`: this site's outputs into the first dimension of all."""
@@ -73,13 +66,15 @@ class Site:
         mine = self._within(packed)
         mine += part.reshape(mine.shape)
 
-    def _within(self, packed: Tensor) -> Tensor:
+    def _within(self, packed: Tensor, dim: int = 0, first: int = 0) -> Tensor:
+        """A view of this site's outputs; where they repeat, with a dimension for the repetitions before their own."""
         if self.rows is None:
             return packed
         start, stop, *period = self.rows
         if not period:
-            return packed[start:stop]
-        return torch.unflatten(packed, 0, (-1, period[0]))[:, start:stop]
+            return packed.narrow(dim, start - first, stop - start)
+        dim %= packed.ndim
+        return torch.unflatten(packed, dim, (-1, period[0])).narrow(dim + 1, start, stop - start)
 
 
 @dataclass(frozen=True)
