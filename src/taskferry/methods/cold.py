@@ -13,7 +13,9 @@ from taskferry.methods import Job, Moved, Needs, Shown, method
 from taskferry.taskvector import Delta, LowRank, TaskVector
 
 
-@method(needs=Needs(samples=False, whole=True, change=False), shown=Shown(9, "nothing was moved: the start of a training"))
+@method(
+    needs=Needs(samples=False, whole=True, change=False), shown=Shown(9, "nothing was moved: the start of a training")
+)
 def cold(job: Job, *, seed: Annotated[int, "of the first factors of a new LoRA"] = 0) -> Moved:
     """Nothing moves: a change of zero wherever the source has one, to refine from (`--refine`)."""
     changed, deltas = job.tau.deltas, dict[str, Delta]()
