@@ -146,15 +146,13 @@ def test_a_head_that_cannot_move_is_refused_before_work(world: Path, tmp_path: P
     folders.save(bare, tmp_path / "bare")
     told = moved(world, tmp_path / "out", *given, code=2, b=str(tmp_path / "bare")).err
     assert "pooler.dense.bias is in none of its files" in " ".join(told.split())
-    for classes, labels in ((4, None), (CLASSES, ["no", "maybe", "yes"])):
-        for place, names in (("a", None), ("b", labels)):
-            model = transformers.BertForSequenceClassification.from_pretrained(world / place, num_labels=CLASSES)
-            if place == "b":
-                more = {} if names is None else {"id2label": dict(enumerate(names))}
-                model = transformers.BertForSequenceClassification.from_pretrained(
-                    world / place, num_labels=classes, **more
-                )
-            folders.save(model, tmp_path / f"{place}{classes}")
-        places = {place: str(tmp_path / f"{place}{classes}") for place in ("a", "b")}
-        told = " ".join(moved(world, tmp_path / "out", *given, code=2, **places).err.split())
-        assert ("has 4 classes, the head of the adapter 3" if classes == 4 else "no, maybe, yes") in told
+    kind = transformers.BertForSequenceClassification
+    for place, base, classes, labels in (("ours", "a", 3, None), ("four", "b", 4, None), ("named", "b", 3, "yes")):
+        names = {} if labels is None else {"id2label": {0: "no", 1: "maybe", 2: labels}}
+        folders.save(kind.from_pretrained(world / base, num_labels=classes, **names), tmp_path / place)
+    for place, sentence in (
+        ("four", "has 4 classes, the head of the adapter 3"),
+        ("named", "no, maybe, yes: the head cannot move"),
+    ):
+        bases = {"a": str(tmp_path / "ours"), "b": str(tmp_path / place)}
+        assert sentence in " ".join(moved(world, tmp_path / "out", *given, code=2, **bases).err.split())

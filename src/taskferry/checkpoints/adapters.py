@@ -35,7 +35,7 @@ from taskferry.taskvector import Delta, LowRank, TaskVector, match_names
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_HEADS = ("classifier", "score")  # of classifiers, which PEFT saves unasked
+_HEADS = ("classifier", "score")  # what PEFT saves of a classifier, asked for or not
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 
 
@@ -95,8 +95,8 @@ class Adapter:
     prefix: str = ""  # what its modules are called beyond the base's names ("bert." on a classifier)
     dtype: torch.dtype = torch.float32
     ignored: Mapping[str, str] = field(default_factory=dict)  # tensor -> why it is not moved
-    saved: Mapping[str, Tensor] = field(default_factory=dict)  # modules trained in full beside it, as on its own base
-    head: Mapping[str, Tensor] = field(default_factory=dict)  # those of the target that are written beside the LoRA
+    saved: Mapping[str, Tensor] = field(default_factory=dict)  # a head that was trained in full beside it
+    head: Mapping[str, Tensor] = field(default_factory=dict)  # one for the target, to be written beside it
 
 
 def is_adapter(path: Path) -> bool:
@@ -121,7 +121,7 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
             factors.setdefault(factor["module"], {})[factor["side"]] = tensor
         else:
             ignored[name] = _why_ignored(name)
-            if name.rpartition(".")[0] in (config.get("modules_to_save") or _HEADS):
+            if name.partition(".")[0] in _HEADS:
                 saved[name] = tensor
     if not factors:
         raise TaskferryError(f"{folder}: no LoRA factors in {weights.name}")

@@ -60,8 +60,8 @@ class TaskHead:
                 f"one brings {found}: give --head keep"
             )
         weight = saved[f"{name}.weight"].float()
-        same_labels(source, target)
         first, second = (headed(each, name, len(weight)) for each in (source, target))
+        same_labels(source, target)
         if first.get_submodule(name).in_features != weight.shape[1]:
             raise TaskferryError(
                 f"the head {name} reads {weight.shape[1]} numbers, that of {source.given} "

@@ -38,6 +38,7 @@ def transfer(
     timing = Timing(reporter or Reporter())
     with opened(settings, timing, settings.out, dry_run=dry_run) as models:
         kind, drawn = output_kind(settings, models.tuned.adapter), models.drawn
+        head = _head(settings, models, kind)
         job = Job(models.pair, models.tuned.tau)
         if settings.scale == "auto" and method.needs.maps:
             job = job.in_folds()
@@ -45,7 +46,6 @@ def transfer(
             timing.note("measuring this machine for the plan")
             plan = plan_job(job, method, own, scale=settings.scale, refinement=refinement)
             timing.plan(models.planned(plan), _plan_lines(settings, models, kind))
-        head = _head(settings, models, kind)
         if dry_run:
             return None
         timing.ends("prepare")
