@@ -58,6 +58,8 @@ All of it: `python benchmarks/zoo/zoo.py --json benchmarks/results/zoo.json`.
 
 HEADS = """BiCo at scale 1 with gradients of different losses, 100 samples; gain over the target, scored on
 samples of the training set that the source never saw."""
+HEAD = """A classifier's head on the target: moved by the map between what the two heads read of 100 samples, or fitted
+to the labels of the same samples. all-MiniLM-L6-v2 to gte-small, accuracy on test data over three seeds, scale 1."""
 CAUSAL = """LoRA adapters of a small Llama on three domains, moved to a larger one of the same tokenizer and to one with
 a tokenizer of its own; all pre-trained here on film reviews. The share is of the loss that a LoRA trained on the target
 takes away."""
@@ -364,6 +366,7 @@ def appendix() -> str:
     parts += plain_part("warm_start", "A warm start for fine-tuning", WARM)
     parts += plain_part("depth", "Which block feeds which, where the truth is known", DEPTH)
     parts += plain_part("heads", "Which loss gives an encoder's gradients", HEADS)
+    parts += plain_part("head", "Does the task head of a classifier move too?", HEAD)
     parts += plain_part("causal", "Causal language models", CAUSAL)
     parts += plain_part("generated", "No data at all: generated samples against real ones", GENERATED)
     limits = common.RESULTS / "limits.md"

@@ -32,8 +32,9 @@ from torch import Tensor, nn
 from benchmarks.shared import common
 from taskferry import Alignment, Batch, Calibration, TaskVector, fit
 from taskferry.fitting.capture import Side, collect
+from taskferry.fitting.defaults import as_objective
 from taskferry.fitting.models import frozen
-from taskferry.fitting.objectives import LanguageModel, as_objective
+from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.statistics import Statistics
 from taskferry.maths.sums import CrossCovariance
 from taskferry.sites.discovery import find_sites

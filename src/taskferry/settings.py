@@ -21,6 +21,9 @@ S = TypeVar("S", bound="Settings")
 MOST_YAML = 2**20  # bytes
 Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Precision = Literal["float32", "bfloat16", "float16", "auto"]
+MICRO_BATCH: Any = Field(
+    16, ge=1, description="samples at once; changes memory, not the result (pairs of texts: those that are told apart)"
+)
 
 
 class Settings(BaseModel):
@@ -53,7 +56,7 @@ class CalibrationSettings(Settings):
     objective: ObjectiveName = Field("auto", description="the loss whose gradient is taken")
     templates: list[str] = Field(["a photo of a {}."], description="prompts of a zero-shot head; {} is the class")
     max_length: int = Field(128, ge=2, description="longest text in tokens")
-    micro_batch: int = Field(16, ge=1, description="samples at once; changes memory, not the result")
+    micro_batch: int = MICRO_BATCH
 
 
 class PlaceSettings(Settings):
@@ -236,7 +239,7 @@ class EvaluateSettings(PlaceSettings):
     objective: ObjectiveName = Field("auto", description="what scores: a head, or the language model's loss")
     templates: list[str] = Field(["a photo of a {}."], description="prompts of a zero-shot head; {} is the class")
     max_length: int = Field(128, ge=2, description="longest text in tokens")
-    micro_batch: int = Field(16, ge=1, description="samples at once; changes memory, not the result")
+    micro_batch: int = MICRO_BATCH
     card: Path | None = Field(None, description="an output folder whose model card takes the score")
 
 

@@ -17,7 +17,8 @@ from taskferry import (
     fit,
     teacher_labels,
 )
-from taskferry.fitting.objectives import calibration_features, default_objective, fit_probe
+from taskferry.fitting.defaults import default_objective
+from taskferry.fitting.objectives import calibration_features, fit_probe
 from tests.helpers.tiny import TINY, VOCABULARY
 
 

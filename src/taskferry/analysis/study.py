@@ -129,12 +129,12 @@ def tokens_of(model: nn.Module, batches: Sequence[Batch]) -> int:
     """Tokens of the samples in the longest stream, without padding."""
     family, total = family_of(model), 0
     for batch in batches:
-        counts = [len(batch)]
+        counts = [batch.rows]
         for layout in family.layouts(model, batch).values():
             if layout.mask is not None:
                 counts.append(int(layout.mask.sum()))
             elif layout.length is not None:
-                counts.append(len(batch) * layout.length)
+                counts.append(batch.rows * layout.length)
         total += max(counts)
     return total
 

@@ -22,7 +22,6 @@ from taskferry.checkpoints import Loaded, load_model, load_tuned
 from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.scoring import evaluate
-from taskferry.fitting.objectives import Classifier
 from taskferry.fitting.preparation import prepare
 from taskferry.fitting.scale import moved_by
 from taskferry.methods import Job, find
@@ -73,7 +72,6 @@ def compare(settings: CompareSettings, tell: Callable[[str, float], None] | None
     for seed in range(settings.seed, settings.seed + settings.seeds):
         prepared = prepare(settings.model_copy(update={"seed": seed}), source, target, tuned)
         objective, shots = prepared.objectives[1], prepared.calibration.side(1)
-        result.metric = "accuracy" if isinstance(objective, Classifier) else "loss"
         mover = Mover(Job.of(source.model, target.model, tuned.tau, prepared.calibration, prepared.objectives))
         for row in ["unchanged target", *wanted]:
             try:
@@ -83,7 +81,8 @@ def compare(settings: CompareSettings, tell: Callable[[str, float], None] | None
                 continue
             with moved_by(target.model, moved) as set_scale:
                 set_scale(scale)
-                score = evaluate(target.model, test, objective, shots).value
+                found = evaluate(target.model, test, objective, shots)
+            score, result.metric = found.value, "loss" if found.accuracy is None else "accuracy"
             result.scores.setdefault(row, []).append(score)
             result.seconds[row] = result.seconds.get(row, 0.0) + seconds / settings.seeds
             if tell is not None:

@@ -31,23 +31,33 @@ class Batch:
     number: int | None = None  # its place in a calibration set
     fold: int = 0  # the part of the samples that it belongs to: what is fitted without a part is judged on it
     judges: bool = True  # whether losses are taken on it; augmented views only make maps
+    texts: int = 1  # rows of the inputs that make one sample, one behind the other: an anchor and its positive
 
     def __len__(self) -> int:
+        return self.rows // self.texts
+
+    @property
+    def rows(self) -> int:
+        """Of the inputs: what the model takes for samples."""
         return int(next(iter(self.inputs.values())).shape[0])
 
     def take(self, indices: Sequence[int]) -> Batch:
         """Some of the samples, in the order given."""
         chosen = torch.tensor(list(indices))
+        inputs = (chosen[:, None] * self.texts + torch.arange(self.texts)).flatten()
+
+        def shown(tensor: Tensor) -> Tensor:
+            return tensor[inputs.to(tensor.device)]
 
         def rows(tensor: Tensor) -> Tensor:
             return tensor[chosen.to(tensor.device)]
 
         return replace(
             self,
-            inputs={name: rows(tensor) for name, tensor in self.inputs.items()},
+            inputs={name: shown(tensor) for name, tensor in self.inputs.items()},
             labels=None if self.labels is None else rows(self.labels),
             ids=tuple(self.ids[i] for i in indices) if self.ids else (),
-            spans={stream: rows(spans) for stream, spans in self.spans.items()},
+            spans={stream: shown(spans) for stream, spans in self.spans.items()},
             number=None,
         )
 
@@ -113,8 +123,11 @@ class Calibration:
     def in_folds(self, folds: int) -> Calibration:
         """The same samples in so many parts of one size, each class spread over them; at most a sample each.
 
-        One part stands behind the other: no micro-batch lies in two, and how samples were cut does not matter.
+        One part stands behind the other: no micro-batch lies in two, and how samples were cut does not matter. Where
+        samples are each other's candidates, micro-batches stay whole, unless there are fewer of them than parts.
         """
+        if any(A.texts > 1 for A, _ in self.pairs):
+            return self._whole_in_folds(folds)
         folds = min(folds, self.samples)
         labels = self.labels
         kinds = [0] * self.samples if labels is None or labels.ndim > 1 else labels.tolist()
@@ -130,6 +143,17 @@ class Calibration:
                 if mine:
                     pairs.append((replace(A.take(mine), fold=fold), replace(B.take(mine), fold=fold)))
         return Calibration(pairs, self.tokenizers)
+
+    def _whole_in_folds(self, folds: int) -> Calibration:
+        """Micro-batches by turns; the largest are cut in halves until there is one for each part."""
+        pairs = list(self.pairs)
+        while len(pairs) < folds and (most := max(len(A) for A, _ in pairs)) >= 4:
+            at = next(i for i, (A, _) in enumerate(pairs) if len(A) == most)
+            halves = range(most // 2), range(most // 2, most)
+            pairs[at : at + 1] = [(pairs[at][0].take(half), pairs[at][1].take(half)) for half in halves]
+        folds = min(folds, len(pairs))
+        placed = [(replace(A, fold=i % folds), replace(B, fold=i % folds)) for i, (A, B) in enumerate(pairs)]
+        return Calibration(sorted(placed, key=lambda pair: pair[0].fold), self.tokenizers)
 
     def judging(self, folds: int) -> list[list[Batch]]:
         """The target's micro-batches that losses are taken on: of each part, or all of them as one."""

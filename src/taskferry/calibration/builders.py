@@ -34,29 +34,45 @@ def text_calibration(
     _check_sizes(texts, pairs, labels)
 
     def batch(tokenizer: Any, chosen: range) -> Batch:
-        first = [texts[i] for i in chosen]
         second = None if pairs is None else [pairs[i] for i in chosen]
-        fast = bool(getattr(tokenizer, "is_fast", False))
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        encoded = tokenizer(
-            first,
-            second,
-            padding=True,
-            truncation=True,
-            max_length=max_length,
-            return_tensors="pt",
-            return_offsets_mapping=fast,
-        )
-        spans = {}
-        if fast:
-            spans["tokens"] = _one_coordinate(encoded, encoded.pop("offset_mapping"), first)
-        inputs = dict(encoded)
+        inputs, spans = _encoded(tokenizer, [texts[i] for i in chosen], second, max_length)
         if causal:
             inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
         return Batch(inputs, _labels(labels, chosen), tuple(chosen), spans)
 
     return in_micro_batches(len(texts), micro_batch, batch, tokenizer_A, tokenizer_B)
+
+
+def pair_calibration(
+    rows: Sequence[Sequence[str]],
+    tokenizer_A: Any,
+    tokenizer_B: Any | None = None,
+    *,
+    max_length: int = 128,
+    micro_batch: int = 16,
+) -> Calibration:
+    """Rows of an anchor, its positive and any negatives, for `Contrastive`; each text is read by itself.
+
+    The rows of a micro-batch are each other's candidates, so all have as many as one another, but for one.
+    """
+    if micro_batch < 2 or len(rows) < 2:
+        raise TaskferryError(
+            f"{len(rows)} pairs in micro-batches of {micro_batch}: the positives of a micro-batch are told apart, "
+            "so it needs two pairs at least, and better sixteen"
+        )
+
+    def batch(tokenizer: Any, chosen: range) -> Batch:
+        inputs, spans = _encoded(tokenizer, [text for i in chosen for text in rows[i]], None, max_length)
+        return Batch(inputs, None, tuple(chosen), spans, texts=len(rows[0]))
+
+    chunks = evenly(len(rows), micro_batch)
+    return _in_chunks(chunks, batch, tokenizer_A, tokenizer_B)
+
+
+def evenly(n: int, size: int) -> list[range]:
+    """Consecutive numbers in parts whose sizes differ by one at most; none is alone, unless all are to be."""
+    count = n if size == 1 else max(1, min(-(-n // size), n // 2))
+    return [range(i * n // count, (i + 1) * n // count) for i in range(count)]
 
 
 def image_calibration(
@@ -85,10 +101,35 @@ def in_micro_batches(
     n: int, size: int, batch: Callable[[Any, range], Batch], side_A: Any, side_B: Any | None = None
 ) -> Calibration:
     """Consecutive micro-batches of n samples, each prepared for both models; one preparation serves both if alone."""
-    chunks = [range(start, min(start + size, n)) for start in range(0, n, size)]
+    return _in_chunks([range(start, min(start + size, n)) for start in range(0, n, size)], batch, side_A, side_B)
+
+
+def _in_chunks(
+    chunks: Sequence[range], batch: Callable[[Any, range], Batch], side_A: Any, side_B: Any | None
+) -> Calibration:
     first = [batch(side_A, c) for c in chunks]
     second = first if side_B is None else [batch(side_B, c) for c in chunks]
     return Calibration(zip(first, second, strict=True))
+
+
+def _encoded(
+    tokenizer: Any, first: Sequence[str], second: Sequence[str] | None, max_length: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a model takes, and character offsets where the tokenizer gives them."""
+    fast = bool(getattr(tokenizer, "is_fast", False))
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    encoded = tokenizer(
+        list(first),
+        second,
+        padding=True,
+        truncation=True,
+        max_length=max_length,
+        return_tensors="pt",
+        return_offsets_mapping=fast,
+    )
+    spans = {"tokens": _one_coordinate(encoded, encoded.pop("offset_mapping"), first)} if fast else {}
+    return dict(encoded), spans
 
 
 def _labels(labels: Sequence[int] | None, chosen: range) -> Tensor | None:

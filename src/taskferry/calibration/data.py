@@ -3,8 +3,8 @@
     >>> samples = load_samples("train.jsonl")
     >>> samples.kind, samples.labels, samples.classes
 
-Columns say what the samples are: `image`; `messages`; `prompt` with `completion`; `text` with `text_pair`; and `label`.
-Other forms of chats, prompts and pairs are brought to these: see `forms`.
+Columns say what the samples are: `image`; `messages`; `prompt` with `completion`; `anchor` with `positive`; `text`
+with `text_pair`; and `label`. Other forms of chats, prompts and pairs are brought to these: see `forms`.
 """
 
 from __future__ import annotations
@@ -98,6 +98,12 @@ def load_samples(
         raise TaskferryError(f"{given} has {len(rows)} sample(s): about a hundred are needed, two at the very least")
     if kind is None:
         raise TaskferryError(f"{given} has the columns {', '.join(present)}: {renaming(present)}")
+    graded = next((name for name in (label_column, "score") if kind == "pairs" and name in present), None)
+    if graded is not None:
+        raise TaskferryError(
+            f"{given} has pairs with a column {graded}: for a classifier rename the texts to text and text_pair, the "
+            f"class to label; for a sentence encoder keep the pairs that belong together, without {graded}"
+        )
     if kind == "image" and Path(given).exists():
         _check_paths(given, rows)
     beside = _classes_beside(Path(given))

@@ -1,4 +1,6 @@
-"""The forms in which people keep samples, each brought to one of four: image, messages, prompt with completion, text.
+"""The forms in which people keep samples, each brought to one of five.
+
+Image, messages, prompt with completion, pairs (or triplets), text.
 
     >>> kind, rows = unified([{"instruction": "Add.", "input": "2 and 2", "output": "4"}])
     >>> kind, rows[0]["completion"]
@@ -9,13 +11,15 @@ Chats and pairs as trl writes them, ShareGPT's conversations and Alpaca's instru
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from taskferry.errors import TaskferryError
 
-Kind = Literal["image", "messages", "prompt", "text"]
+Kind = Literal["image", "messages", "prompt", "pairs", "text"]
 Row = dict[str, Any]
+_NEGATIVE = re.compile(r"negative(?:_\d{1,4})?")
 
 _OTHER_NAMES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("question", "answer"), ("prompt", "completion")),
@@ -28,6 +32,7 @@ _OTHER_NAMES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("sentence", "review", "content", "words", "body"), ("text",)),
     (("img", "picture", "jpg", "png"), ("image",)),
 )
+_PAIRS = (("anchor", "positive"), ("query", "positive"), ("sentence1", "sentence2"))  # and any negatives
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 
 
@@ -46,7 +51,12 @@ def unified(rows: Sequence[Row], given: str = "the data") -> tuple[Kind | None, 
         return _asked(rows)
     if "instruction" in columns and "output" in columns:
         return "prompt", [{**row, "prompt": _instruction(row), "completion": row["output"]} for row in rows]
-    return ("text" if "text" in columns else None), list(rows)
+    if "text" in columns:
+        return "text", list(rows)
+    pair = next((names for names in _PAIRS if all(name in columns for name in names)), None)
+    if pair is None:
+        return None, list(rows)
+    return "pairs", _compared(rows, [*pair, *sorted(filter(_NEGATIVE.fullmatch, columns), key=_number)], given)
 
 
 def renaming(columns: Sequence[str]) -> str:
@@ -75,6 +85,19 @@ def _conversation(row: Row, where: str) -> list[dict[str, Any]] | None:
     if isinstance(row.get("system"), str) and row["system"] and messages and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": row["system"]})
     return messages
+
+
+def _compared(rows: Sequence[Row], names: Sequence[str], given: str) -> list[Row]:
+    """Pairs and triplets of sentence-transformers: `texts` are an anchor, its positive and any negatives."""
+    for number, row in enumerate(rows, 1):
+        wrong = next((name for name in names if not isinstance(row[name], str) or not row[name].strip()), None)
+        if wrong is not None:
+            raise TaskferryError(f"{given}, row {number}: {wrong} is no text: fill it with one, or leave the row out")
+    return [{**row, "texts": [row[name] for name in names]} for row in rows]
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("_")[2]) if "_" in name else -1
 
 
 def _asked(rows: Sequence[Row]) -> tuple[Kind, list[Row]]:

@@ -47,6 +47,10 @@ def segments_of(row: Mapping[str, Any]) -> list[Segment]:
         return [Segment(m["content"], i == last, m["role"]) for i, m in enumerate(messages[: last + 1])]
     if row.get("prompt") is not None:
         return [Segment(str(row["prompt"]), counted=False), Segment(str(row["completion"]))]
+    if "texts" in row:
+        raise TaskferryError(
+            "pairs of texts are for sentence encoders; a language model needs text, prompt and completion, or messages"
+        )
     if not isinstance(row.get("text"), str):
         raise TaskferryError("a row has neither text, nor prompt and completion, nor messages")
     return [Segment(row["text"])]

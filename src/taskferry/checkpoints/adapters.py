@@ -35,6 +35,7 @@ from taskferry.taskvector import Delta, LowRank, TaskVector, match_names
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_HEADS = ("classifier", "score")  # what PEFT saves of a classifier, asked for or not
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 
 
@@ -92,6 +93,8 @@ class Adapter:
     prefix: str = ""  # what its modules are called beyond the base's names ("bert." on a classifier)
     dtype: torch.dtype = torch.float32
     ignored: Mapping[str, str] = field(default_factory=dict)  # tensor -> why it is not moved
+    saved: Mapping[str, Tensor] = field(default_factory=dict)  # a head that was trained in full beside it
+    head: Mapping[str, Tensor] = field(default_factory=dict)  # one for the target, to be written beside it
 
 
 def is_adapter(path: Path) -> bool:
@@ -108,6 +111,7 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
         check_inside(folder, weights)
     factors: dict[str, dict[str, Tensor]] = {}
     ignored: dict[str, str] = {}
+    saved: dict[str, Tensor] = {}
     for key, tensor in read_state(weights).items():
         name = key.removeprefix(_PREFIX)
         factor = _FACTOR.fullmatch(name)
@@ -115,6 +119,8 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
             factors.setdefault(factor["module"], {})[factor["side"]] = tensor
         else:
             ignored[name] = _why_ignored(name)
+            if name.partition(".")[0] in _HEADS:
+                saved[name] = tensor
     if not factors:
         raise TaskferryError(f"{folder}: no LoRA factors in {weights.name}")
     dtype = next(iter(next(iter(factors.values())).values())).dtype
@@ -146,7 +152,7 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
     wrong = not_finite({name: (d.left, d.right) for name, d in deltas.items() if isinstance(d, LowRank)})
     if wrong is not None:
         raise TaskferryError(f"{folder}: the change of {wrong} holds numbers that are not finite")
-    return Adapter(TaskVector(deltas), config, prefix, dtype, ignored)
+    return Adapter(TaskVector(deltas), config, prefix, dtype, ignored, saved)
 
 
 def write_adapter(
@@ -177,6 +183,8 @@ def write_adapter(
         tensors[f"{_PREFIX}{module}.lora_A.weight"] = A.to(dtype).contiguous()
         tensors[f"{_PREFIX}{module}.lora_B.weight"] = B.to(dtype).contiguous()
         ranks[path] = change.rank
+    head = {} if like is None else like.head
+    tensors |= {f"{_PREFIX}{name}": tensor.to(dtype).contiguous() for name, tensor in head.items()}
     wrong = not_finite({name: (tensor,) for name, tensor in tensors.items()})
     if wrong is not None:
         raise TaskferryError(f"{wrong} does not fit into {dtype}: give a smaller --scale")
@@ -202,7 +210,7 @@ def write_adapter(
         "use_rslora": False,
         "use_dora": False,
         "inference_mode": True,
-        "modules_to_save": None,
+        "modules_to_save": sorted({name.rpartition(".")[0] for name in head}) or None,
     }
     write_plain_safetensors(folder / WEIGHTS, tensors)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -259,9 +267,9 @@ def _why_ignored(name: str) -> str:
 
 
 def _task_type(like: Adapter | None) -> str | None:
-    """Classification adapters bring a head of their own, which is not moved: without it PEFT would not load them."""
+    """Classification adapters bring a head of their own: where it is not moved, PEFT would not load them."""
     kind = None if like is None else like.config.get("task_type")
-    return None if kind in ("SEQ_CLS", "TOKEN_CLS") else kind
+    return None if kind in ("SEQ_CLS", "TOKEN_CLS") and not (like and like.head) else kind
 
 
 def _target_modules(target: Skeleton, prefix: str, paths: list[str]) -> list[str]:

@@ -31,7 +31,8 @@ from taskferry.engines.memory import give_back
 from taskferry.engines.pair import ModelPair, Moved, in_place, parameter_reasons
 from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Loss, collect
-from taskferry.fitting.objectives import AnyObjective, Classifier, ForwardOnly, Objective
+from taskferry.fitting.defaults import AnyObjective
+from taskferry.fitting.objectives import Classifier, ForwardOnly, Objective
 from taskferry.fitting.progress import Steps
 from taskferry.fitting.solve import GroupSums, MapOptions, solve_group
 from taskferry.fitting.statistics import Capture, Statistics

@@ -25,8 +25,9 @@ from taskferry.calibration.batch import Calibration
 from taskferry.coverage import reasons_to_keep
 from taskferry.errors import TaskferryError
 from taskferry.fitting.answers import Answers
+from taskferry.fitting.defaults import AnyObjective, both_objectives
 from taskferry.fitting.models import device_of
-from taskferry.fitting.objectives import AnyObjective, Classifier, ForwardOnly, Objective, both_objectives
+from taskferry.fitting.objectives import Classifier, ForwardOnly, Objective
 from taskferry.fitting.progress import Progress
 from taskferry.fitting.routing import Meeting, has_experts
 from taskferry.fitting.scale import ScaleCurve

@@ -23,9 +23,10 @@ from taskferry.display.bars import with_bars
 from taskferry.engines.pair import ModelPair, Moved, Work
 from taskferry.fitting.answers import Answers
 from taskferry.fitting.capture import BICO, Loss, Side, collect
+from taskferry.fitting.defaults import AnyObjective
 from taskferry.fitting.language import predicted
 from taskferry.fitting.models import frozen, place_of
-from taskferry.fitting.objectives import AnyObjective, Classifier, ForwardOnly, LanguageModel, teacher_labels
+from taskferry.fitting.objectives import Classifier, ForwardOnly, LanguageModel, teacher_labels
 from taskferry.fitting.progress import Progress, Steps
 from taskferry.fitting.routing import Meeting, match_experts
 from taskferry.fitting.scale import losses_at, moved_by

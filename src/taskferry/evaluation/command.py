@@ -12,9 +12,10 @@ from taskferry.display.bars import Tell
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.pool import LazyBatches, Pool
 from taskferry.evaluation.scoring import Score, evaluate
+from taskferry.fitting.contrastive import Contrastive
 from taskferry.fitting.language import is_language_model
 from taskferry.fitting.objectives import Classifier, Head, LanguageModel, Objective
-from taskferry.fitting.preparation import has_text_tower, named_classifier
+from taskferry.fitting.preparation import check_pairs, has_text_tower, named_classifier
 from taskferry.settings import EvaluateSettings
 
 
@@ -46,6 +47,9 @@ def _objective(settings: EvaluateSettings, loaded: Loaded, test: Samples) -> Obj
         if name not in ("auto", "language"):
             raise TaskferryError(f"the objective '{name}' is for encoders; a language model is scored by its loss")
         return LanguageModel()
+    if test.kind == "pairs":
+        check_pairs(name)
+        return Contrastive()
     if name == "auto":
         kind = type(loaded.model).__name__
         if kind.endswith(("ForSequenceClassification", "ForImageClassification")):

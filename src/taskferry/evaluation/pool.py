@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from taskferry.calibration.batch import Batch
+from taskferry.calibration.builders import evenly
 from taskferry.calibration.data import Samples
 from taskferry.checkpoints import Loaded
 from taskferry.fitting.preparation import one_sided
@@ -46,13 +47,15 @@ class LazyBatches(Sequence[Batch]):
     """Micro-batches that are made when they are asked for: a whole test set as tensors may not fit."""
 
     def __init__(self, data: Data, indices: Sequence[int], size: int) -> None:
-        self.data, self.indices, self.size = data, indices, size
+        self.data, self.indices = data, indices
+        self.parts = evenly(len(indices), size)  # a last one of a single pair would have nothing to tell apart
 
     def __len__(self) -> int:
-        return -(-len(self.indices) // self.size)
+        return len(self.parts)
 
     def __getitem__(self, place: Any) -> Any:
         """One micro-batch."""
         if not 0 <= place < len(self):
             raise IndexError(place)
-        return self.data.batch(self.indices[place * self.size : (place + 1) * self.size])
+        part = self.parts[place]
+        return self.data.batch(self.indices[part.start : part.stop])

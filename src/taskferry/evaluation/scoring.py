@@ -3,6 +3,7 @@
 >>> evaluate(model, test, ZeroShot(classes, tokenizer))          # a frozen head from the model's own text tower
 >>> evaluate(model, test, LinearProbe(), shots=train)            # a head fitted on other samples, then frozen
 >>> evaluate(model, test, LanguageModel())                       # loss per token
+>>> evaluate(model, test, Contrastive())                         # pairs: how often the positive is the most similar
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from taskferry.calibration.batch import Batch
 from taskferry.display.bars import Tell, told
 from taskferry.errors import TaskferryError
 from taskferry.fitting.answers import Answers
+from taskferry.fitting.contrastive import Contrastive
 from taskferry.fitting.halving import Halving
 from taskferry.fitting.language import predicted
 from taskferry.fitting.models import frozen, place_of
@@ -26,7 +28,7 @@ from taskferry.fitting.objectives import Classifier, LanguageModel, Objective
 
 @dataclass(frozen=True)
 class Score:
-    """Accuracy in per cent for classifiers, None for the rest; mean loss a sample, or a token of a language model."""
+    """Accuracy in per cent for classes and pairs, None for the rest; mean loss a sample, or a token that counts."""
 
     accuracy: float | None
     loss: float
@@ -56,15 +58,18 @@ def evaluate(
     right = units = samples = 0
     total = 0.0
     answers = None
+    choosing = isinstance(objective, Classifier | Contrastive)
     if isinstance(objective, Classifier):
         logits = objective.logits(model, shots)
     elif isinstance(objective, LanguageModel):
         answers = Answers.of(model, test)
-    else:
+    elif not choosing:
         loss = objective.bind(model, shots)
 
     def classes(batch: Batch) -> tuple[Tensor, Tensor]:
         moved = batch.to(*place)
+        if isinstance(objective, Contrastive):
+            return objective.scores(model, moved)
         if moved.labels is None:
             raise TaskferryError("test samples without labels cannot be scored: give a label for each")
         return logits(moved), moved.labels
@@ -72,7 +77,7 @@ def evaluate(
     with torch.no_grad(), frozen(model):
         for done, batch in enumerate(test, 1):
             samples += len(batch)
-            if isinstance(objective, Classifier):
+            if choosing:
                 for scores, labels in halving.run(classes, batch):
                     # A head made from shots may lack a class: its samples count as wrong, and their loss as none.
                     known = labels < scores.shape[1]
@@ -90,6 +95,6 @@ def evaluate(
                 units += len(batch)
             if tell is not None:
                 tell(done, len(test))
-    accuracy = 100.0 * right / max(1, samples) if isinstance(objective, Classifier) else None
+    accuracy = 100.0 * right / max(1, samples) if choosing else None
     found = (None, None) if answers is None else (answers.right, answers.exact)
     return Score(accuracy, total / max(1, units), samples, *found)

@@ -309,7 +309,7 @@ def _look_at_one(side: Side, sites: Sequence[Site], batches: Sequence[Batch]) ->
     for batch in batches:
         layouts = side.family.layouts(side.model, batch)
         lengths = {layouts.get(stream, Layout()).length for stream in streams}
-        if len(batch) > 1 and lengths & {None, len(batch)}:
+        if batch.rows > 1 and lengths & {None, batch.rows}:
             with torch.inference_mode(False), frozen(side.model), torch.no_grad():
                 one = batch.take([0]).to(*place_of(side.model))
                 watch(side, one, sites, lambda *_: None, lambda *_: None, {})
@@ -371,7 +371,7 @@ def watch(
     recorder = Recorder(
         side.model,
         sites,
-        samples=len(batch),
+        samples=batch.rows,
         on_forward=on_forward,
         on_gradient=on_gradient,
         lengths=lengths,

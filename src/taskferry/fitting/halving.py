@@ -24,6 +24,10 @@ NO_ROOM = (
     "models on two devices with --source-device and --target-device, or transfer with --engine blockwise, which needs "
     "one block of each model at a time"
 )
+TOO_MANY = (
+    "a micro-batch of {} pairs does not fit into the memory of the device, and fewer would be other candidates: give a "
+    "smaller --micro-batch"
+)
 
 
 class Halving:
@@ -50,6 +54,8 @@ class Halving:
         except torch.OutOfMemoryError as error:
             if not self.cut:
                 raise
+            if batches[0].texts > 1:
+                raise TaskferryError(TOO_MANY.format(size)) from error
             if size == 1:
                 raise TaskferryError(NO_ROOM) from error
         # Behind the handler: an error holds the frames that it came through, and they all their tensors.

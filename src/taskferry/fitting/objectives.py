@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from taskferry.calibration.batch import IGNORED, Batch, Calibration
+from taskferry.calibration.batch import IGNORED, Batch
 from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Loss
 from taskferry.fitting.halving import Halving
@@ -294,43 +294,6 @@ class ForwardOnly(Objective):
             return family.features(model, batch).sum()
 
         return run
-
-
-def default_objective(model: nn.Module, calibration: Calibration) -> Objective:
-    """What the model's kind suggests: its language-model loss, its classification head, or prototypes."""
-    kind = type(model).__name__
-    if is_language_model(model):
-        return LanguageModel()
-    if kind.endswith(("ForSequenceClassification", "ForImageClassification")):
-        return Head()
-    if calibration.labels is None:
-        raise TaskferryError(
-            f"{kind} has no loss of its own and the calibration set no labels: give labels, let the tuned "
-            "source give them (teacher_labels), or pass an objective"
-        )
-    return Prototypes()
-
-
-AnyObjective = Objective | Callable[[nn.Module, Batch], Tensor]
-
-
-def as_objective(objective: AnyObjective) -> Objective:
-    """Functions of (model, batch) are objectives too."""
-    return objective if isinstance(objective, Objective) else Function(objective)
-
-
-def both_objectives(
-    objective: AnyObjective | tuple[AnyObjective, AnyObjective] | None,
-    source: nn.Module,
-    target: nn.Module,
-    calibration: Calibration,
-) -> tuple[Objective, Objective]:
-    """One objective for each model: as given, the same for both, or what each model's kind suggests."""
-    if isinstance(objective, tuple):
-        return as_objective(objective[0]), as_objective(objective[1])
-    if objective is None:
-        return default_objective(source, calibration), default_objective(target, calibration)
-    return as_objective(objective), as_objective(objective)
 
 
 def teacher_labels(tuned: nn.Module, batches: Sequence[Batch], classifier: Classifier) -> Tensor:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from taskferry.calibration.batch import Batch, Calibration
-from taskferry.calibration.builders import image_calibration, text_calibration
+from taskferry.calibration.builders import image_calibration, pair_calibration, text_calibration
 from taskferry.calibration.data import Samples, load_samples, picture
 from taskferry.calibration.language import Segment, language_calibration, segments_of, sequence_calibration
 from taskferry.calibration.samplers import choose
 from taskferry.checkpoints import Loaded, Tuned
 from taskferry.errors import TaskferryError
+from taskferry.fitting.contrastive import Contrastive
 from taskferry.fitting.language import is_language_model, is_sequence_to_sequence
 from taskferry.fitting.models import place_of, wide
 from taskferry.fitting.objectives import (
@@ -70,7 +71,8 @@ def prepare(
         samples = load_samples(settings.calibration, label_column=settings.label_column, classes=classes)
     language = language_kind(source, target)
     lengths = {"max_length": settings.max_length, "micro_batch": settings.micro_batch}
-    if samples.labels is None and settings.labels == "data" and language is None:
+    paired = samples.kind == "pairs"
+    if samples.labels is None and settings.labels == "data" and language is None and not paired:
         raise TaskferryError(
             f"{settings.calibration} has no column '{settings.label_column}': name it with --label-column, "
             "or let the tuned source give the labels with --labels teacher"
@@ -96,6 +98,10 @@ def prepare(
             )
         calibration, labels, kept = _language(settings, chosen, source, target, tuned, language)
         return Prepared(calibration, (LanguageModel(), LanguageModel()), tuple(indices[i] for i in kept), labels)
+    if paired:
+        check_pairs(settings.objective, settings.labels)
+        calibration = encoder_calibration(chosen, source, target, **lengths)
+        return Prepared(calibration, (Contrastive(), Contrastive()), tuple(indices), "the pairs themselves")
     by_teacher = settings.labels == "teacher" or chosen.labels is None
     calibration = encoder_calibration(chosen, source, target, **lengths)
     labels = "from the data"
@@ -133,6 +139,8 @@ def encoder_calibration(
         images = [picture(row) for row in samples.rows]
         transforms = (source.image_transform(), None if target is None else target.image_transform())
         return image_calibration(images, *transforms, key=keys, labels=samples.labels, micro_batch=micro_batch)
+    if samples.kind == "pairs":
+        return _pairs(samples, source, target, max_length=max_length, micro_batch=micro_batch)
     if samples.kind != "text":
         raise TaskferryError(f"{samples.source} has {samples.kind} rows: an encoder needs a text column")
     if any(not isinstance(row["text"], str) for row in samples.rows):
@@ -152,6 +160,30 @@ def encoder_calibration(
         max_length=max_length,
         micro_batch=micro_batch,
     )
+
+
+def _pairs(
+    samples: Samples, source: Loaded, target: Loaded | None, *, max_length: int, micro_batch: int
+) -> Calibration:
+    for loaded in (source, target or source):
+        if has_text_tower(loaded):
+            raise TaskferryError(
+                f"{samples.source} has pairs of texts, which are for sentence encoders; {loaded.given} is a "
+                f"{type(loaded.model).__name__}: give data with other columns"
+            )
+    tokenizers = source.tokenizer(), None if target is None else target.tokenizer()
+    texts = [row["texts"] for row in samples.rows]
+    return pair_calibration(texts, *tokenizers, max_length=max_length, micro_batch=micro_batch)
+
+
+def check_pairs(objective: str, labels: str = "auto") -> None:
+    """Pairs of texts have one loss, and no classes."""
+    if objective != "auto":
+        raise TaskferryError(
+            f"the objective '{objective}' scores classes, the samples are pairs of texts: leave --objective out"
+        )
+    if labels == "teacher":
+        raise TaskferryError("pairs of texts have no labels that a teacher could give: leave --labels teacher out")
 
 
 def one_sided(samples: Samples, loaded: Loaded, *, max_length: int, micro_batch: int) -> list[Batch]:

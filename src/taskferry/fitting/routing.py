@@ -126,7 +126,7 @@ def _parts(side: Side, batch: Batch, last: Sequence[Site]) -> Parts:
 
     with torch.inference_mode(False), torch.no_grad(), frozen(side.model):
         watch(side, batch.to(*place_of(side.model)), last, look, lambda *_: None, layouts)
-    return {place: (x.view(len(batch), -1, x.shape[-1]), layout) for place, (x, layout) in found.items()}
+    return {place: (x.view(batch.rows, -1, x.shape[-1]), layout) for place, (x, layout) in found.items()}
 
 
 def _place(site: Site) -> Place:

@@ -127,6 +127,9 @@ class TransferSettings(MethodSettings, OutputSettings, Writing):
     refine_labels: float = Field(
         0.0, ge=0, le=1, description="share of the loss of these steps that the data's own labels or completions get"
     )
+    head: Literal["keep", "move"] = Field(
+        "keep", description="the task head of a classification LoRA: leave it behind, or move it as well"
+    )
     paper: bool = Field(False, description="exactly as in the paper: BiCo, maps of full rank, scale 1")
 
     @model_validator(mode="before")
@@ -161,6 +164,10 @@ class TransferSettings(MethodSettings, OutputSettings, Writing):
     @property
     def engine_name(self) -> str:
         """Where the pair of models will live."""
+        if self.head == "move" and (self.engine != "whole" or started_by_torchrun()):
+            raise TaskferryError(
+                "a head moves by running both models whole in one process: leave --head out, or blockwise and torchrun"
+            )
         if self.refine and (self.engine != "whole" or started_by_torchrun()):
             raise TaskferryError(
                 "refining trains the target whole in one process: leave --refine out, or blockwise and torchrun"

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from taskferry.checkpoints import Adapter, Tuned
 from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
 from taskferry.fitting.scale import ScaleCurve
+from taskferry.fitting.task_head import MovedHead, TaskHead
 from taskferry.jobs.opening import Opened, opened
 from taskferry.jobs.output import FORMS, dequantised, in_form, output_kind, write_output
 from taskferry.jobs.plan import plan_job
@@ -38,6 +40,7 @@ def transfer(
     timing = Timing(reporter or Reporter())
     with opened(settings, timing, settings.out, dry_run=dry_run) as models:
         kind, drawn = output_kind(settings, models.tuned.adapter), models.drawn
+        head = _head(settings, models, kind)
         job = Job(models.pair, models.tuned.tau)
         if settings.scale == "auto" and method.needs.maps:
             job = job.in_folds()
@@ -67,6 +70,8 @@ def transfer(
             refined = refine(job.pair, job.tau, written, refinement, folder=folder)
             written = refined.tau
         spectrum = {} if isinstance(final.deltas, LazyDeltas) else before_and_after(models.tuned.tau, moved.tau)
+        moved_head = None if head is None else head.move(models.prepared.calibration, models.tuned.tau, written)
+        adapter, ignored = with_head(models.tuned, moved_head)
         timing.ends("record")
         record = make_record(
             command,
@@ -79,11 +84,11 @@ def transfer(
                 energy_moved(models.tuned.tau, moved.tau),
                 answers,
                 refined,
-                models.tuned.ignored,
+                ignored,
             ),
             provenance=moved.provenance,
             sites=moved.sites,
-            ignored=models.tuned.ignored,
+            ignored=ignored,
             calibration={
                 "indices": models.prepared.indices,
                 "labels": models.prepared.labels,
@@ -96,13 +101,38 @@ def transfer(
             placement=models.pair.placement(),
             **cut,
             **({} if refined is None else {"refined": refined.record()}),
+            **({} if moved_head is None else {"head": dict(moved_head.facts)}),
         )
         helps = curve.helps or (refined is not None and refined.kept > 0)
         if not helps or not models.first:
             return Outcome(record, None)
         record["verdict"]["sentence"] += dequantised(kind, models.target)
-        write_output(settings, kind, written, models.target, models.tuned.adapter, record, models.inputs, timing, drawn)
+        if moved_head is not None:
+            record["verdict"]["sentence"] += told_of(moved_head)
+        write_output(settings, kind, written, models.target, adapter, record, models.inputs, timing, drawn)
         return Outcome(record, settings.out)
+
+
+def _head(settings: TransferSettings, models: Opened, kind: str) -> TaskHead | None:
+    """The head that is to move; refused before any work where it cannot."""
+    if settings.head == "keep":
+        return None
+    if kind != "lora" or len(models.models) != 2:
+        raise TaskferryError(f"a head is written beside a LoRA, not in {FORMS[kind]}: give --head keep")
+    return TaskHead.of(models.tuned.adapter, *models.models)
+
+
+def with_head(tuned: Tuned, head: MovedHead | None) -> tuple[Adapter | None, Mapping[str, str]]:
+    """The adapter with the moved head beside it, and what of the fine-tune still stays behind."""
+    if head is None or tuned.adapter is None:
+        return tuned.adapter, tuned.ignored
+    return replace(tuned.adapter, head=head.tensors), {k: v for k, v in tuned.ignored.items() if k not in head.tensors}
+
+
+def told_of(head: MovedHead) -> str:
+    """A sentence for the verdict."""
+    layer, share = head.facts["layer"], head.facts["agreement"]
+    return f" The head {layer} moved too: on {share:.0%} of the samples it says what the tuned source says."
 
 
 def scaled(

@@ -12,7 +12,7 @@ from taskferry.calibration.batch import Batch
 from taskferry.coverage import Coverage, Row
 from taskferry.fitting.capture import Loss
 from taskferry.fitting.models import evaluating, place_of
-from taskferry.methods import Job, Moved, Needs, Shown, TableRow, method, need_equal_shapes
+from taskferry.methods import CannotMove, Job, Moved, Needs, Shown, TableRow, method, need_equal_shapes
 from taskferry.taskvector import Delta, TaskVector, as_dense
 
 ROWS = (
@@ -80,6 +80,8 @@ def descent_signs(model: nn.Module, loss: Loss, batches: list[Batch], names: lis
 
 def singles(batch: Batch) -> list[Batch]:
     """A micro-batch as batches of one sample."""
+    if batch.texts > 1:
+        raise CannotMove("a pair alone has nothing to be told apart from: take vote=mean")
     return [
         Batch(
             {name: tensor[i : i + 1] for name, tensor in batch.inputs.items()},

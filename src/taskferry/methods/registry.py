@@ -25,7 +25,7 @@ from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
 from taskferry.engines.pair import CannotMove, ModelPair, Moved, shapes
 from taskferry.engines.whole import WholePair, unchanged
 from taskferry.errors import TaskferryError
-from taskferry.fitting.objectives import AnyObjective
+from taskferry.fitting.defaults import AnyObjective
 from taskferry.fitting.scale import LARGEST, ROUNDS, START, ScaleCurve, choose_scale
 from taskferry.fitting.solve import MapOptions
 from taskferry.fitting.statistics import Capture
