@@ -11,6 +11,7 @@ import pytest
 from taskferry import TaskferryError
 from taskferry.calibration.data import load_samples
 from taskferry.calibration.forms import unified
+from taskferry.calibration.language import segments_of
 from tests.helpers import folders
 from tests.helpers.command import taskferry
 from tests.helpers.texts import SECOND, TEXTS
@@ -122,3 +123,30 @@ def test_broken_conversations_are_named(world: Path, tmp_path: Path) -> None:
     assert "bad.jsonl, row 1: conversations need a speaker and a text each" in ran.err
     with pytest.raises(TaskferryError, match="has the columns words: rename words to text"):
         load_samples(str(written(tmp_path / "none.jsonl", [{"words": "a"}] * 3)))
+
+
+def test_a_picture_with_words_is_a_chat_with_a_place_for_it() -> None:
+    image, text = {"type": "image"}, {"type": "text", "text": "What?"}
+    asked = {"role": "user", "content": [image, text]}
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]}
+    forms: list[Row] = [
+        {"image": "cat.png", "prompt": "What?", "completion": "A cat."},
+        {"images": ["cat.png"], "messages": [user("What?"), assistant("A cat.")]},
+        {"images": ["cat.png"], "messages": [asked, assistant("A cat.")]},
+        {"messages": [{"role": "user", "content": [{**image, "image": "cat.png", "text": None}, text]}, answer]},
+    ]
+    for row in forms:
+        kind, rows = unified([row])
+        assert (kind, rows[0]["image"], rows[0]["messages"]) == ("pictured", "cat.png", [asked, answer])
+    kind, _ = unified([{"image": "cat.png", "label": 1}])
+    assert kind == "image"
+    with pytest.raises(TaskferryError, match="data, row 1: a message has a part of type 'video': text and image"):
+        unified([{"image": "cat.png", "messages": [{"role": "user", "content": [{"type": "video"}]}]}])
+
+
+def test_a_text_in_parts_is_a_text(tmp_path: Path) -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]}
+    data = written(tmp_path / "parts.jsonl", [{"messages": [parts, assistant("c")]}] * 3)
+    samples = load_samples(str(data))
+    assert samples.kind == "messages"
+    assert [segment.text for segment in segments_of(samples.rows[0])] == ["a b", "c"]

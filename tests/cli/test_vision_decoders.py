@@ -4,70 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from taskferry.checkpoints import Skeleton, load_model, read_adapter
 from taskferry.sites.discovery import find_sites
 from taskferry.sites.pairing import pair_sites
 from tests.helpers import folders
 from tests.helpers.command import Ran, taskferry
+from tests.helpers.seeing import FAMILIES
 from tests.helpers.tiny import relative
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 pytest.importorskip("datasets")
-
-
-def _text(width: int, depth: int) -> dict[str, Any]:
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": depth}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": width // 4}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return {**sizes, **heads, **tokens, "vocab_size": 400, "max_position_embeddings": 128, "initializer_range": 0.2}
-
-
-def _vision(depth: int = 2) -> dict[str, Any]:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": depth, "num_attention_heads": 4}
-    return {**sizes, "image_size": 32, "patch_size": 8}
-
-
-def gemma3(width: int, depth: int) -> nn.Module:
-    config = transformers.Gemma3Config(text_config=_text(width, depth), vision_config=_vision(), mm_tokens_per_image=4)
-    return transformers.Gemma3ForConditionalGeneration(config)
-
-
-def llava(width: int, depth: int) -> nn.Module:
-    text, vision = transformers.LlamaConfig(**_text(width, depth)), transformers.CLIPVisionConfig(**_vision())
-    return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(text_config=text, vision_config=vision))
-
-
-def qwen2_vl(width: int, depth: int) -> nn.Module:
-    rope = {"rope_type": "default", "mrope_section": [1, 1, width // 8 - 2], "rope_theta": 10_000.0}
-    vision = {"depth": 2, "embed_dim": 16, "hidden_size": width, "num_heads": 4, "patch_size": 8}
-    text = {**_text(width, depth), "rope_parameters": rope}
-    return transformers.Qwen2VLForConditionalGeneration(
-        transformers.Qwen2VLConfig(text_config=text, vision_config=vision)
-    )
-
-
-def mistral3(width: int, depth: int) -> nn.Module:
-    text, vision = transformers.MistralConfig(**_text(width, depth)), transformers.PixtralVisionConfig(**_vision(5))
-    config = transformers.Mistral3Config(text_config=text, vision_config=vision)
-    return transformers.Mistral3ForConditionalGeneration(config)
-
-
-FAMILIES: dict[str, Callable[[int, int], nn.Module]] = {
-    "gemma3": gemma3,
-    "llava": llava,
-    "qwen2-vl": qwen2_vl,
-    "mistral3": mistral3,
-}
 
 
 OLDER = {  # what text blocks are called now, and before transformers 4.52

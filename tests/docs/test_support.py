@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from taskferry import Alignment
 from taskferry.checkpoints import load_model, load_tuned
-from tests.helpers import folders
+from tests.helpers import folders, gguf_files, quantised
 from tests.helpers.classes import CLASSES, Class
 from tests.helpers.command import Ran, taskferry
 
@@ -33,10 +34,19 @@ WRITE = bool(os.environ.get("TASKFERRY_WRITE_SUPPORT"))
 EQUAL = 1e-5
 TOLERANCE = 1e-3  # the engines add in another order: directions that are rounding alone would differ
 ENGINES = ("whole", "blockwise")
+PLAIN = ("adapters", "files", "libraries", "bases")  # tables whose rows are no classes
+Loader = Callable[[Path], Any]
 # The gate runs these, and every row of adapters and files; `-m every` runs the rest.
 OFTEN = {
     *("LlamaForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "GPTNeoXForCausalLM", "GPT2LMHeadModel", "BertModel"),
-    *("ModernBertModel", "AlbertModel", "BartForConditionalGeneration", "MixtralForCausalLM", "Lfm2ForCausalLM"),
+    *(
+        "ViTModel",
+        "ModernBertModel",
+        "AlbertModel",
+        "BartForConditionalGeneration",
+        "MixtralForCausalLM",
+        "Lfm2ForCausalLM",
+    ),
 }
 MODULES = ["q_proj", "v_proj", "down_proj"]
 LORA: dict[str, dict[str, Any]] = {
@@ -59,9 +69,11 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def cells(folder: Path, tuned: Path, data: Path) -> dict[str, str]:
-    """Engine -> what becomes of it."""
-    A, B, fitted = folder / "a", folder / "b", folder / "maps.alignment"
+def cells(
+    folder: Path, tuned: Path, data: Path, bases: tuple[str, str] = ("a", "b"), loader: Loader | None = None
+) -> dict[str, str]:
+    """Engine -> what becomes of it; `loader` is the library's own, of a whole model."""
+    A, B, fitted = folder / bases[0], folder / bases[1], folder / "maps.alignment"
     words: list[object] = ["--source-base", A, "--source-tuned", tuned, "--target-base", B, "--calibration", data]
     words += ["--samples", 8, "--micro-batch", 8, "--method", "bico", "--tolerance", TOLERANCE, "--quiet"]
     made = taskferry("fit", *words, "--out", fitted, code=None)
@@ -70,7 +82,7 @@ def cells(folder: Path, tuned: Path, data: Path) -> dict[str, str]:
         out = folder / engine
         ran = taskferry("transfer", *words, "--scale", 1, "--engine", engine, "--out", out, code=None)
         assert out.exists() == (ran.code == 0)
-        found[engine] = sentence(ran) if ran.code else as_predicted(Alignment.load(fitted), tuned, A, B, out)
+        found[engine] = sentence(ran) if ran.code else as_predicted(Alignment.load(fitted), tuned, A, B, out, loader)
     assert (made.code == 0) == found["whole"].startswith("works"), made.err
     return found
 
@@ -82,13 +94,15 @@ def sentence(ran: Ran) -> str:
     return re.sub(r"(/[\w.-]+)+/", "", " ".join(ran.err.split()).removeprefix("taskferry: "))
 
 
-def as_predicted(alignment: Alignment, tuned: Path, A: Path, B: Path, out: Path) -> str:
+def as_predicted(alignment: Alignment, tuned: Path, A: Path, B: Path, out: Path, loader: Loader | None = None) -> str:
     """What the library's loader makes of the output is what the maps predict; all else stands in the coverage."""
     predicted = alignment.apply(load_tuned(str(tuned), load_model(str(A))).tau).dense()
     base = load_model(str(B)).model
     before = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
     if (out / "adapter_config.json").exists():
         after = peft.PeftModel.from_pretrained(base, str(out)).merge_and_unload()
+    elif loader is not None:
+        after = loader(out)
     else:
         after = type(base).from_pretrained(out, dtype=torch.float32)
     record = json.loads((out / "taskferry.json").read_text(encoding="utf-8"))
@@ -122,11 +136,64 @@ def held(table: str, row: str, found: dict[str, str]) -> None:
     [pytest.param(kind, id=kind.name, marks=() if kind.name in OFTEN else pytest.mark.every) for kind in CLASSES],
 )
 def test_a_lora_on_every_linear_layer_of_a_class(kind: Class, tmp_path: Path) -> None:
-    folders.save(kind.build(16, 2, 1), tmp_path / "a")
-    folders.save(kind.build(24, 3, 2), tmp_path / "b")
+    for name, width, depth, seed in (("a", 16, 2, 1), ("b", 24, 3, 2)):
+        folders.save(kind.build(width, depth, seed), tmp_path / name)
+        if kind.group == "vision":
+            folders.sees(tmp_path / name)
     lora = folders.lora(tmp_path / "a", tmp_path / "lora", kind.modules, seed=3)
-    make = folders.texts if kind.group == "encoders" else folders.prompts
-    held(kind.group, kind.name, cells(tmp_path, lora, make(tmp_path / "data.jsonl")))
+    make = {"encoders": folders.texts, "vision": folders.pictures}.get(kind.group, folders.prompts)
+    name = "images" if kind.group == "vision" else "data.jsonl"
+    held(kind.group, kind.name, cells(tmp_path, lora, make(tmp_path / name)))
+
+
+def openclip(folder: Path, width: int, depth: int) -> Any:
+    """A folder as `push_to_hf_hub` makes it, and the library's own loader."""
+    open_clip = pytest.importorskip("open_clip")
+    vision = {"image_size": 32, "patch_size": 8, "width": width, "head_width": width // 4, "layers": depth}
+    words = {"context_length": 16, "vocab_size": 49408, "width": width, "heads": 4, "layers": 1}
+    config = {"model_cfg": {"embed_dim": 16, "vision_cfg": vision, "text_cfg": words}, "preprocess_cfg": {}}
+    stored(folder, "open_clip", config, open_clip.CLIP(**config["model_cfg"]))
+    return lambda out: open_clip.create_model(f"local-dir:{out}", load_weights=True)
+
+
+def timm(folder: Path, width: int, depth: int) -> Any:
+    """A folder as `push_to_hf_hub` makes it, and the library's own loader."""
+    timm = pytest.importorskip("timm")
+    size = {"img_size": 32, "patch_size": 8, "embed_dim": width, "depth": depth, "num_heads": 4, "num_classes": 3}
+    name, pretrained = "vit_tiny_patch16_224", {"input_size": [3, 32, 32], "num_classes": 3}
+    config = {"architecture": name, "model_args": size, "num_classes": 3, "pretrained_cfg": pretrained}
+    stored(folder, "", config, timm.create_model(name, **size))
+    return lambda out: timm.create_model(f"local-dir:{out}", pretrained=True)
+
+
+def stored(folder: Path, library: str, config: dict[str, Any], model: torch.nn.Module) -> None:
+    folder.mkdir()
+    start = f"{library}_" if library else ""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    (folder / f"{start}config.json").write_text(json.dumps(config))
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()},
+              folder / f"{start}model.safetensors")  # fmt: skip
+
+
+LIBRARIES: dict[str, Callable[[Path, int, int], Loader]] = {}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_other_libraries(library: str, tmp_path: Path) -> None:
+    loader = [LIBRARIES[library](tmp_path / name, width, depth) for name, width, depth in (("a", 16, 2), ("b", 24, 3))][
+        1
+    ]
+    generator = torch.Generator().manual_seed(9)
+    state = {
+        name: value + 0.05 * torch.randn(value.shape, generator=generator) * ("blocks." in name)
+        for name, value in load_file(next((tmp_path / "a").glob("*.safetensors"))).items()
+    }
+    save_file(state, tmp_path / "tuned.safetensors")
+    data = folders.pictures(tmp_path / "images")
+    held("libraries", library, cells(tmp_path, tmp_path / "tuned.safetensors", data, loader=loader))
 
 
 @pytest.fixture(scope="module")
@@ -188,8 +255,6 @@ def torch_folder(world: Path) -> Path:
 
 def state(suffix: str) -> Callable[[Path], Path]:
     def write(world: Path) -> Path:
-        from safetensors.torch import save_file
-
         tensors = transformers.LlamaForCausalLM.from_pretrained(world / "a-tuned").state_dict()
         path = world / f"tuned{suffix}"
         if suffix == ".safetensors":
@@ -229,10 +294,43 @@ def test_forms_of_a_full_fine_tune(form: str, world: Path) -> None:
     held("files", form, cells(world, FILES[form](world), world / "data.jsonl"))
 
 
+def scaled(world: Path) -> tuple[str, str]:
+    for name in ("a", "b"):
+        quantised.fp8(world / name, world / f"{name}-fp8")
+    return "a-fp8", "b-fp8"
+
+
+def llama_cpp(world: Path) -> tuple[str, str]:
+    (world / "files").mkdir()
+    folders.causal(world / "wide", "LlamaForCausalLM", 32, 3, 2, kind="bytes")
+    gguf_files.written(world / "wide", world / "files" / "b.gguf")
+    return "a", "files/b.gguf"
+
+
+def named(method: str) -> Callable[[Path], tuple[str, str]]:
+    def write(world: Path) -> tuple[str, str]:
+        weights = load_file(world / "b" / quantised.WEIGHTS)
+        quantised.configured(world / "b", world / "b-quantised", {"quant_method": method}, weights)
+        return "a", "b-quantised"
+
+    return write
+
+
+BASES: dict[str, Callable[[Path], tuple[str, str]]] = {}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("form", BASES)
+def test_bases_in_fewer_bits(form: str, world: Path) -> None:
+    bases = BASES[form](world)
+    lora = folders.lora(world / "a", world / "lora", MODULES, seed=3, task_type="CAUSAL_LM")
+    held("bases", form, cells(world, lora, world / "data.jsonl", bases))
+
+
 def test_the_page_is_made_of_these_cells() -> None:
     known, page = json.loads(CELLS.read_text(encoding="utf-8")), PAGE.read_text(encoding="utf-8")
     rows = {kind.group: [each.name for each in CLASSES if each.group == kind.group] for kind in CLASSES}
-    rows |= {"adapters": [*LORA, *OTHER], "files": list(FILES)}
+    rows |= {"adapters": [*LORA, *OTHER], "files": list(FILES), "libraries": list(LIBRARIES), "bases": list(BASES)}
     assert {table: set(cells) for table, cells in known.items()} == {table: set(names) for table, names in rows.items()}
     assert made(page, known) == page, "run it with TASKFERRY_WRITE_SUPPORT=1"
 
@@ -247,7 +345,7 @@ def made(page: str, known: dict[str, dict[str, dict[str, str]]]) -> str:
     def table(found: re.Match[str]) -> str:
         lines = ["| | whole | block by block |", "|---|---|---|"]
         for row, engines in known.get(found[1], {}).items():
-            name = row if found[1] in ("adapters", "files") else f"`{row}`"
+            name = row if found[1] in PLAIN else f"`{row}`"
             lines.append(f"| {name} | " + " | ".join(cell(engines[engine]) for engine in ENGINES) + " |")
         return f"<!-- table {found[1]} -->\n\n" + "\n".join(lines) + "\n\n<!-- end -->"
 

@@ -91,6 +91,39 @@ GPT = {
     ),
 }
 WITHOUT_GROUPS = {"without": ("num_key_value_heads",)}
+NO_TEXT = {
+    "without": (
+        "vocab_size",
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+    )
+}
+IMAGES = {"image_size": 32, "patch_size": 8, **NO_TEXT}
+TOWER = {"hidden_size": "width", "intermediate_size": "double", "num_hidden_layers": "depth", "num_attention_heads": 4}
+STAGES = {"image_size": 32, "patch_size": 2, "depths": [2, "depth"], "without": (*NO_TEXT["without"], *TOWER)}
+TOWERS = {
+    "vision_config": {**TOWER, "image_size": 32, "patch_size": 8},
+    "text_config": {
+        **TOWER,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 32,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "without": (*NO_TEXT["without"], *TOWER),
+}
+SOUND = {
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+    "conv_dim": [8, 8],
+    "conv_kernel": [10, 3],
+    "conv_stride": [5, 2],
+    "num_feat_extract_layers": 2,
+    "without": ("num_key_value_heads", "max_position_embeddings"),
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": "width"}
 
 CLASSES = (
@@ -197,4 +230,20 @@ CLASSES = (
         },
     ),
     Class("Lfm2ForCausalLM", "hybrids", {"full_attn_idxs": [0]}),
+    *(
+        Class(name, "vision", IMAGES)
+        for name in (
+            "ViTModel",
+            "ViTForImageClassification",
+            "DeiTModel",
+            "BeitModel",
+            "Data2VecVisionModel",
+            "Dinov2Model",
+            "Dinov2WithRegistersModel",
+            "CLIPVisionModel",
+            "SiglipVisionModel",
+        )
+    ),
+    Class("SwinModel", "vision", {**STAGES, "embed_dim": "width", "num_heads": [2, 4], "window_size": 4}),
+    Class("ConvNextModel", "vision", {**STAGES, "hidden_sizes": ["width", "double"], "num_stages": 2}),
 )

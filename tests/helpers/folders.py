@@ -55,6 +55,27 @@ def shifted(folder: Path, out: Path, size: float = 0.05, only: str = "") -> Path
     return out
 
 
+def sees(folder: Path, size: int = 32) -> Path:
+    """With an image processor beside the model."""
+    import transformers
+
+    transformers.ViTImageProcessor(size={"height": size, "width": size}).save_pretrained(folder)
+    return folder
+
+
+def pictures(folder: Path, size: int = 32, each: int = 4) -> Path:
+    """A folder of random pictures in three classes."""
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(2)
+    for name in ("cat", "dog", "tree"):
+        (folder / name).mkdir(parents=True)
+        for i in range(each):
+            pixels = torch.randint(0, 255, (size, size, 3), generator=generator, dtype=torch.uint8)
+            Image.frombytes("RGB", (size, size), pixels.numpy().tobytes()).save(folder / name / f"{i}.png")
+    return folder
+
+
 def texts(path: Path, labels: bool = True) -> Path:
     rows = [{"text": a, "text_pair": b, **({"label": i % 3} if labels else {})}
             for i, (a, b) in enumerate(zip(TEXTS, SECOND, strict=True))]  # fmt: skip

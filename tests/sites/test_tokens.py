@@ -99,3 +99,10 @@ def test_a_mask_of_another_length_is_refused() -> None:
 def test_pooled_rows_need_no_tokens() -> None:
     pairs = match(Layout(mask=torch.ones(2, 9)), Layout(prefix=1, grid=(3, 3)), 1, 1)
     assert pairs.source(torch.ones(2, 1, 4)).shape == (2, 4)
+
+
+def test_tokens_in_windows_pair_in_place_or_not_at_all() -> None:
+    windows, x = Layout(in_place=True), torch.randn(2, 8, 3)
+    assert torch.equal(match(windows, windows, 8, 8).source(x), x.reshape(-1, 3))
+    with pytest.raises(TaskferryError, match="8 tokens of an image at a layer and the target 16"):
+        match(windows, Layout(prefix=0, grid=(4, 4)), 8, 16)

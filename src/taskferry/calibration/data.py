@@ -3,8 +3,9 @@
     >>> samples = load_samples("train.jsonl")
     >>> samples.kind, samples.labels, samples.classes
 
-Columns say what the samples are: `image`; `messages`; `prompt` with `completion`; `anchor` with `positive`; `text`
-with `text_pair`; and `label`. Other forms of chats, prompts and pairs are brought to these: see `forms`.
+Columns say what the samples are: `image`; `messages`; `prompt` with `completion`, also beside an image; `anchor` with
+`positive`; `text` with `text_pair`; and `label`.
+Other forms of chats, prompts and pairs are brought to these: see `forms`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from taskferry.calibration.bounds import check_data_file, open_picture
 from taskferry.calibration.forms import Kind, renaming, unified
+from taskferry.calibration.pictured import evened
 from taskferry.choices import GENERATE
 from taskferry.disk.files import MOST_JSON, nearest, writing
 from taskferry.disk.temporary import sweep, temporary_folder
@@ -104,8 +106,8 @@ def load_samples(
             f"{given} has pairs with a column {graded}: for a classifier rename the texts to text and text_pair, the "
             f"class to label; for a sentence encoder keep the pairs that belong together, without {graded}"
         )
-    if kind == "image" and Path(given).exists():
-        _check_paths(given, rows)
+    if kind in ("image", "pictured") and Path(given).exists():
+        rows = _beside(given, rows)
     beside = _classes_beside(Path(given))
     left_out = 0
     if label_column in present and getattr(dataset.features[label_column], "names", None):
@@ -128,15 +130,26 @@ def picture(row: dict[str, Any]) -> Any:
     return value
 
 
-def _check_paths(given: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Pictures that are named and not contained must lie in the folder that was given."""
+def _beside(given: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Pictures that are named and not contained: they must lie in the folder that was given, or that the file is in."""
     folder = Path(given).resolve()
     folder = folder if folder.is_dir() else folder.parent
+    found = []
     for row in rows:
         value = row["image"]
+        value = {"path": value} if isinstance(value, str) else value
         path = value.get("path") if isinstance(value, dict) and not value.get("bytes") else None
-        if path is not None and not Path(str(path)).resolve().is_relative_to(folder):
-            raise TaskferryError(f"{given} names the picture {path}, which is not in its folder: copy it there")
+        if path is not None:
+            place = (folder / str(path)).resolve()
+            if not place.is_relative_to(folder):
+                raise TaskferryError(f"{given} names the picture {path}, which is not in its folder: copy it there")
+            if not place.is_file():
+                raise TaskferryError(
+                    f"{given} names the picture {path}, which does not exist in its folder: copy it there"
+                )
+            value = {**value, "path": str(place)}
+        found.append({**row, "image": value})
+    return found
 
 
 def _load(given: str, cache: str, split: str, config: str | None) -> Any:
@@ -191,6 +204,7 @@ def _columns(path: Path) -> dict[str, list[Any]]:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise TaskferryError(f'{path}: entry {number} is no object with columns, such as {{"text": …}}')
+    rows = evened(rows)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 

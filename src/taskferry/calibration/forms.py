@@ -1,12 +1,13 @@
-"""The forms in which people keep samples, each brought to one of five.
+"""The forms in which people keep samples, each brought to one of six.
 
-Image, messages, prompt with completion, pairs (or triplets), text.
+Image, pictured (an image with a prompt or messages), messages, prompt with completion, pairs (or triplets), text.
 
     >>> kind, rows = unified([{"instruction": "Add.", "input": "2 and 2", "output": "4"}])
     >>> kind, rows[0]["completion"]
     ('prompt', '4')
 
-Chats and pairs as trl writes them, ShareGPT's conversations and Alpaca's instructions are those of docs/commands.md.
+`pictured` is a chat about an image. Chats and pairs as trl writes them, ShareGPT's conversations and Alpaca's
+instructions are those of docs/commands.md.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from taskferry.calibration.pictured import is_pictured, pictured
 from taskferry.errors import TaskferryError
 
-Kind = Literal["image", "messages", "prompt", "pairs", "text"]
+Kind = Literal["image", "messages", "pictured", "prompt", "pairs", "text"]
 Row = dict[str, Any]
 _NEGATIVE = re.compile(r"negative(?:_\d{1,4})?")
 
@@ -39,6 +41,8 @@ _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing"
 def unified(rows: Sequence[Row], given: str = "the data") -> tuple[Kind | None, list[Row]]:
     """What the columns say the rows are, and the rows with the columns of that kind; None where they say nothing."""
     columns = rows[0].keys() if rows else ()
+    if is_pictured(rows):
+        return "pictured", [pictured(row, f"{given}, row {i}") for i, row in enumerate(rows, 1)]
     if "image" in columns:
         return "image", list(rows)
     if "messages" in columns:

@@ -9,7 +9,7 @@ template adds marks of its own); tokens are paired by the characters of the segm
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from taskferry.calibration.batch import IGNORED, Batch, Calibration
 from taskferry.calibration.builders import in_micro_batches
+from taskferry.calibration.pictured import text_of
 from taskferry.errors import TaskferryError
 
 
@@ -27,10 +28,13 @@ class Segment:
     text: str
     counted: bool = True
     role: str | None = None
+    picture: str | None = None  # "front" or "behind", where an image stands in the message as well
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
+    """Where a segment stands."""
+
     start: int  # in the rendered text
     stop: int
     origin: int  # of the segment in the text of all segments: the same for both models
@@ -59,6 +63,8 @@ def segments_of(row: Mapping[str, Any]) -> list[Segment]:
 def messages_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Of a chat, checked."""
     messages = row["messages"]
+    if all(isinstance(m, Mapping) for m in messages):
+        messages = [{**m, "content": text_of(m.get("content"))} for m in messages]
     if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages) or not all(
         isinstance(m.get("content"), str) for m in messages
     ):
@@ -77,12 +83,12 @@ def language_calibration(
     """For causal models: `labels` are the counted tokens."""
 
     def batch(tokenizer: Any, chosen: range) -> Batch:
-        rendered = [_render(tokenizer, samples[i]) for i in chosen]
+        rendered = [rendered_chat(tokenizer, samples[i]) for i in chosen]
         first = samples[chosen[0]]
         answers = len(first) > 1  # a prompt or chat, not plain text
         texts = [text for text, _ in rendered]
         encoded = _encode(tokenizer, texts, max_length, chat=first[0].role is not None, keep_end=answers)
-        spans, counted = _spans(encoded.pop("offset_mapping"), [places for _, places in rendered])
+        spans, counted = spans_of(encoded.pop("offset_mapping"), [places for _, places in rendered])
         ids, mask = encoded["input_ids"], encoded["attention_mask"]
         labels = ids.masked_fill((mask == 0) | ~counted, IGNORED)
         lost = [chosen[i] for i in range(len(chosen)) if not bool((labels[i] != IGNORED).any())]
@@ -122,8 +128,9 @@ def sequence_calibration(
     return Calibration(made, (tokenizer_A, tokenizer_B or tokenizer_A))
 
 
-def _render(tokenizer: Any, segments: Sequence[Segment]) -> tuple[str, list[_Place]]:
+def rendered_chat(tokenizer: Any, segments: Sequence[Segment]) -> tuple[str, list[Place]]:
     """The text a model reads, and where each segment stands in it."""
+    seen = any(segment.picture for segment in segments)  # contents are then given in parts
     if segments[0].role is None:
         text = "".join(segment.text for segment in segments)
     else:
@@ -131,28 +138,37 @@ def _render(tokenizer: Any, segments: Sequence[Segment]) -> tuple[str, list[_Pla
             raise TaskferryError(
                 "the data has messages but a model's tokenizer has no chat template: give prompt and completion columns"
             )
-        messages = [{"role": s.role, "content": s.text} for s in segments]
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        text = tokenizer.apply_chat_template(_messages(segments, seen), tokenize=False)
     places, at, origin = [], 0, 1  # an origin of 0 would look like a special token's empty span
     for i, segment in enumerate(segments):
         content = segment.text if segment.role is None else segment.text.strip()
         if segment.role is not None:
-            at = max(at, _opening(tokenizer, text, segments[:i], segment.role))
+            at = max(at, _opening(tokenizer, text, segments[: i + 1], seen))
         start = text.find(content, at)
         if start < 0:
             raise TaskferryError("a chat template changes the text of a message: its tokens cannot be paired")
-        places.append(_Place(start, start + len(content), origin, segment.counted))
+        places.append(Place(start, start + len(content), origin, segment.counted))
         at, origin = start + len(content), origin + len(content)
     return text, places
 
 
-def _opening(tokenizer: Any, text: str, before: Sequence[Segment], role: str) -> int:
-    """Where a message's own text can begin: behind what comes before it and the mark of its role.
+def _messages(segments: Sequence[Segment], seen: bool) -> list[dict[str, Any]]:
+    """As a chat template takes them."""
+    return [{"role": s.role, "content": _parts(s) if seen else s.text} for s in segments]
+
+
+def _parts(segment: Segment) -> list[dict[str, str]]:
+    text, image = {"type": "text", "text": segment.text}, {"type": "image"}
+    return {None: [text], "front": [image, text], "behind": [text, image]}[segment.picture]
+
+
+def _opening(tokenizer: Any, text: str, segments: Sequence[Segment], seen: bool) -> int:
+    """Where the last message's own text can begin: behind what comes before it and the mark of its role.
 
     A short answer ("a") may stand inside the mark itself ("assistant").
     """
-    messages = [{"role": s.role, "content": s.text} for s in before]
-    empty = tokenizer.apply_chat_template([*messages, {"role": role, "content": ""}], tokenize=False)
+    messages = _messages([*segments[:-1], replace(segments[-1], text="")], seen)
+    empty = tokenizer.apply_chat_template(messages, tokenize=False)
     return next((i for i, (a, b) in enumerate(zip(text, empty, strict=False)) if a != b), min(len(text), len(empty)))
 
 
@@ -185,7 +201,7 @@ def check_fast(tokenizer: Any) -> None:
         raise TaskferryError("a fast tokenizer is needed, for its character offsets: this model has none")
 
 
-def _spans(offsets: Tensor, places: Sequence[Sequence[_Place]]) -> tuple[Tensor, Tensor]:
+def spans_of(offsets: Tensor, places: Sequence[Sequence[Place]]) -> tuple[Tensor, Tensor]:
     """Offsets in the segments' own characters [n, L, 2], and whether a token's segment counts [n, L]."""
     spans = torch.zeros_like(offsets)
     counted = torch.zeros(offsets.shape[:2], dtype=torch.bool)

@@ -163,6 +163,25 @@ def image_transform(loaded: Loaded) -> Any:
     return lambda image: processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
 
 
+def processor(loaded: Loaded) -> Any:
+    """The folder's processor of texts with images; one that is a tokenizer alone is none."""
+    transformers = imported("transformers")
+    model: Any = loaded.model
+    if not hasattr(model.config, "vision_config"):
+        raise TaskferryError(f"{loaded.given} is a {type(model).__name__}, which reads no images: give rows of text")
+    try:
+        made = transformers.AutoProcessor.from_pretrained(loaded.folder, trust_remote_code=False)
+    except Exception as error:  # whatever stands in its files
+        raise TaskferryError(f"{loaded.given} has no processor that loads: {first_line(error)}") from error
+    if not hasattr(made, "tokenizer") or not hasattr(made, "image_processor"):
+        raise TaskferryError(
+            f"{loaded.given} has no processor of images beside its tokenizer: add it, or give rows of text"
+        )
+    if not getattr(made, "chat_template", None):
+        raise TaskferryError(f"{loaded.given} has no chat template for rows with images: add one, or give rows of text")
+    return made
+
+
 def quiet(transformers: Any) -> None:
     """No load reports and no progress bars of its own: ours say what matters."""
     transformers.logging.set_verbosity_error()

@@ -39,6 +39,14 @@ class Loaded:
         """A function from a PIL image to the tensor that the model takes."""
         return self._once("image_transform")
 
+    def processor(self) -> Any:
+        """What makes inputs of texts with images, for a language model that also sees."""
+        if not hasattr(self.format, "processor"):
+            raise TaskferryError(
+                f"{self.given} is no language model that reads images: give rows of text, or of images"
+            )
+        return self._once("processor")
+
     def _once(self, what: str) -> Any:
         """Made from files the first time it is asked for."""
         key = f"made {what}"

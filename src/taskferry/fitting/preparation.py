@@ -18,6 +18,7 @@ from taskferry.calibration.builders import image_calibration, pair_calibration, 
 from taskferry.calibration.data import Samples, load_samples, picture
 from taskferry.calibration.language import Segment, language_calibration, segments_of, sequence_calibration
 from taskferry.calibration.samplers import choose
+from taskferry.calibration.seeing import seeing_calibration
 from taskferry.checkpoints import Loaded, Tuned
 from taskferry.errors import TaskferryError
 from taskferry.fitting.contrastive import Contrastive
@@ -39,6 +40,7 @@ from taskferry.settings import CalibrationSettings
 from taskferry.sites import family_of
 
 _IMAGE_INPUT = {"timm": "x", "openclip": "image"}
+_SOUND = ("input_features", "input_values")
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ def prepare(
 
     `classes` numbers the names of labels; `samples` are those of `settings.calibration`, where they are loaded already.
     """
+    _check_inputs(source, target)
     if samples is None:
         samples = load_samples(settings.calibration, label_column=settings.label_column, classes=classes)
     language = language_kind(source, target)
@@ -134,7 +137,7 @@ def encoder_calibration(
     samples: Samples, source: Loaded, target: Loaded | None, *, max_length: int, micro_batch: int
 ) -> Calibration:
     """Samples of an encoder or image-text model, prepared for both models, or for one that serves as both."""
-    if samples.kind == "image":
+    if samples.kind in ("image", "pictured"):
         keys = (_image_key(source), _image_key(target or source))
         images = [picture(row) for row in samples.rows]
         transforms = (source.image_transform(), None if target is None else target.image_transform())
@@ -191,8 +194,21 @@ def one_sided(samples: Samples, loaded: Loaded, *, max_length: int, micro_batch:
     lengths = {"max_length": max_length, "micro_batch": micro_batch}
     if not is_language_model(loaded.model):
         return encoder_calibration(samples, loaded, None, **lengths).side(0)
-    build = _builder(language_kind(loaded, loaded), samples)
+    kind = language_kind(loaded, loaded)
+    if samples.kind == "pictured":
+        return _seeing(samples, kind, loaded, **lengths).side(0)
+    build = _builder(kind, samples)
     return build([segments_of(row) for row in samples.rows], loaded.tokenizer(), **lengths).side(0)
+
+
+def _check_inputs(*models: Loaded) -> None:
+    """Refuse models that read what no data file holds."""
+    for loaded in models:
+        if getattr(loaded.model, "main_input_name", None) in _SOUND:
+            raise TaskferryError(
+                f"{loaded.given} is a {type(loaded.model).__name__}, which reads sound, and data files hold texts or "
+                "images: call taskferry.fit on a Calibration of its features in Python"
+            )
 
 
 def _image_key(loaded: Loaded) -> str:
@@ -203,12 +219,17 @@ def _language(
     settings: CalibrationSettings, samples: Samples, source: Loaded, target: Loaded, tuned: Tuned | None, kind: str
 ) -> tuple[Calibration, str, list[int]]:
     """The calibration set, where its answers came from, and which of the samples have one."""
-    tokenizer_A, tokenizer_B = source.tokenizer(), target.tokenizer()
     origin = "the text itself"
     rows = [dict(row) for row in samples.rows]
     kept = list(range(len(rows)))
+    lengths = {"max_length": settings.max_length, "micro_batch": settings.micro_batch}
     if samples.kind == "image":
         raise TaskferryError(f"{settings.calibration} has images: a language model needs text, prompts or messages")
+    if samples.kind == "pictured":
+        if settings.labels == "teacher":
+            raise TaskferryError("the teacher answers prompts of text: leave --labels teacher out for rows with images")
+        return _seeing(samples, kind, source, target, **lengths), "the answers in the data", kept
+    tokenizer_A, tokenizer_B = source.tokenizer(), target.tokenizer()
     if samples.kind == "prompt":
         origin = "the completions in the data"
         if any(not isinstance(row["prompt"], str) for row in rows):
@@ -230,8 +251,26 @@ def _language(
     elif settings.labels == "teacher":
         raise TaskferryError("the teacher answers prompts: give a prompt column, or leave --labels teacher out")
     segments: Sequence[list[Segment]] = [segments_of(rows[i]) for i in kept]
-    lengths = {"max_length": settings.max_length, "micro_batch": settings.micro_batch}
     return _builder(kind, samples)(segments, tokenizer_A, tokenizer_B, **lengths), origin, kept
+
+
+def _seeing(
+    samples: Samples,
+    kind: str | None,
+    source: Loaded,
+    target: Loaded | None = None,
+    *,
+    max_length: int,
+    micro_batch: int,
+) -> Calibration:
+    """Samples with an image each, for language models that also see."""
+    if kind == "sequence":
+        raise TaskferryError(
+            f"{samples.source} has images with words: an encoder-decoder needs prompt and completion alone"
+        )
+    processors = source.processor(), None if target is None else target.processor()
+    images = [picture(row) for row in samples.rows]
+    return seeing_calibration(samples.rows, images, *processors, max_length=max_length, micro_batch=micro_batch)
 
 
 def _builder(kind: str | None, samples: Samples) -> Callable[..., Calibration]:

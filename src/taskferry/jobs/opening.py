@@ -25,7 +25,7 @@ from taskferry.engines.ranks import RankedPair, from_everyone, process_group
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
 from taskferry.fitting.generation import STAGE, Drawn, draw
-from taskferry.fitting.preparation import Prepared, prepare
+from taskferry.fitting.preparation import Prepared, has_text_tower, prepare
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import FitSettings, MethodSettings, PlanSettings, TransferSettings
@@ -185,4 +185,10 @@ def _lazy(given: str, device: str, dtype: str) -> LazyModel:
     folder = resolve(given)
     if not owns(folder):
         raise TaskferryError(f"{given} is no Hugging Face folder: block by block needs one; use the engine 'whole'")
-    return LazyModel(given, Path(folder), device_named(device), dtype)
+    lazy = LazyModel(given, Path(folder), device_named(device), dtype)
+    if has_text_tower(lazy.loaded()):
+        raise TaskferryError(
+            f"{given} is a {type(lazy.model).__name__}, whose two towers do not follow one another: block by block "
+            "needs one stack of blocks; use the engine 'whole'"
+        )
+    return lazy

@@ -6,6 +6,7 @@ transformers itself is never imported: a model brings its classes, and its `conf
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -114,7 +115,9 @@ class HuggingFace(Family):
         if role == "patch":
             return "patches"
         if hasattr(config, "vision_config"):
-            return "vision" if "vision" in path or "visual" in path else "text"
+            if "vision" in path or "visual" in path:
+                return "vision"
+            return "pictures" if re.search("projector|connector|aligner", path) else "text"
         if getattr(config, "is_encoder_decoder", False):
             # Keys and values of cross-attention read the encoder's tokens.
             return "decoder" if "decoder." in path and role not in ("cross.k", "cross.v") else "encoder"
@@ -132,10 +135,14 @@ class HuggingFace(Family):
         layouts = {"tokens": text, "text": text}
         if "pixel_values" in inputs:
             vision: Any = getattr(config, "vision_config", config)
-            grid = image_grid(inputs["pixel_values"], vision.patch_size)
-            image = Layout(prefix=_class_tokens(vision), grid=grid)
+            pixels, patch = inputs["pixel_values"], getattr(vision, "patch_size", None)
+            grid = None if patch is None or pixels.ndim != 4 else image_grid(pixels, patch)
+            # Swin and ConvNeXt have fewer tokens in each stage, some of them window by window.
+            staged = grid is None or hasattr(vision, "depths")
+            image = Layout(in_place=True) if staged else Layout(prefix=_class_tokens(model), grid=grid)
             layouts["vision"] = image
             layouts["patches"] = Layout(grid=grid)
+            layouts["pictures"] = Layout(in_place=True)
             if not hasattr(config, "vision_config"):
                 layouts["tokens"] = image
         return layouts
@@ -143,6 +150,9 @@ class HuggingFace(Family):
     def arguments(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """With positions where padding on the left would shift those that the model counts."""
         inputs = dict(batch.inputs)
+        grids, pixels = inputs.get("image_grid_thw"), inputs.get("pixel_values")
+        if grids is not None and pixels is not None and pixels.ndim == 3:  # padded, so that samples come first
+            inputs["pixel_values"] = torch.cat([p[:n] for p, n in zip(pixels, grids.prod(1).tolist(), strict=True)])
         mask = inputs.get("attention_mask")
         if mask is None or mask.ndim != 2 or bool(mask[:, 0].all()) or not _takes_positions(model):
             return inputs
@@ -152,18 +162,24 @@ class HuggingFace(Family):
         """The class token of an image model, the image embedding of CLIP, the mean token of a text model."""
         config: Any = model.config
         inputs = batch.inputs
-        if hasattr(config, "vision_config"):
+        decoder = hasattr(config, "vision_config") and not hasattr(model, "get_text_features")  # reads both at once
+        if hasattr(config, "vision_config") and not decoder:
             output = model.get_image_features(pixel_values=inputs["pixel_values"])  # type: ignore[operator]
             # transformers 5 returns the tower's output with the projected embedding as its pooled one.
             return output if isinstance(output, Tensor) else output.pooler_output
         body: Any = getattr(model, "base_model", model)
+        if "pixel_values" in inputs and "pixel_values" not in inspect.signature(body.forward).parameters:
+            body = model  # DINOv3 calls its blocks alone the base model
         if getattr(config, "is_encoder_decoder", False):
             body = body.get_encoder()
         names = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixel_values", "input_features")
         given = self.arguments(body, batch)
-        hidden: Tensor = body(**{k: v for k, v in given.items() if k in names}).last_hidden_state
-        if "pixel_values" in inputs:
-            return hidden[:, 0] if _class_tokens(config) else hidden.mean(1)
+        kept = {k: v for k, v in given.items() if (k != "labels" if decoder else k in names)}
+        hidden: Tensor = body(**kept).last_hidden_state
+        if "pixel_values" in inputs and not decoder:
+            if hidden.ndim == 4:  # channels first
+                return hidden.mean((2, 3))
+            return hidden[:, 0] if _class_tokens(body) else hidden.mean(1)
         mask = inputs.get("attention_mask")
         if mask is None or mask.shape[1] != hidden.shape[1]:
             return hidden.mean(1)
@@ -195,13 +211,16 @@ def _takes_positions(model: nn.Module) -> bool:
     return not own and "position_ids" in inspect.signature(model.forward).parameters
 
 
-def _class_tokens(vision: Any) -> int:
-    kind = vision.model_type
-    if kind.startswith("siglip"):
-        return 0
-    if kind == "deit":
-        return 2  # class and distillation
-    return 1 + int(getattr(vision, "num_register_tokens", 0) or 0)
+def _class_tokens(model: nn.Module) -> int:
+    """Class, distillation and register tokens in front of an image's patches, by the parameters that they are."""
+    count = 0
+    for path, parameter in model.named_parameters():
+        name = path.rsplit(".", 1)[-1]
+        if name in ("cls_token", "class_embedding", "distillation_token"):
+            count += 1
+        elif name == "register_tokens":
+            count += parameter.shape[-2]
+    return count
 
 
 def _decoder_layout(batch: Batch) -> Layout:

@@ -29,6 +29,7 @@ class Layout:
     spans: Tensor | None = None  # [n, L, 2], character offsets; (0, 0) for a special token
     prefix: int = 0  # class and register tokens in front of the grid
     grid: tuple[int, int] | None = None  # rows and columns of patches
+    in_place: bool = False  # tokens of windows or of stages that shrink: they pair with as many tokens, or with none
 
     @property
     def length(self) -> int | None:
@@ -100,6 +101,11 @@ def match(A: Layout, B: Layout, length_A: int, length_B: int) -> TokenMatch:
     """How the source's tokens become the target's, for activations of length_A and length_B."""
     if length_A == length_B == 1:
         return TokenMatch()  # pooled: one row a sample
+    if (A.in_place or B.in_place) and length_A != length_B:
+        raise TaskferryError(
+            f"the source has {length_A} tokens of an image at a layer and the target {length_B}, in an order that "
+            "cannot be resized: give two models that cut images alike, or rows of text where they read texts"
+        )
     if A.grid is not None and B.grid is not None:
         return _match_grids(A, B, length_A, length_B)
     _check_length("source", A, length_A)
