@@ -193,7 +193,7 @@ def _show_plan(plan: RecipePlan, as_json: bool) -> None:
     table.add_column(overflow="fold")
     for name, size in plan.models.items():
         table.add_row(
-            plain(name), plain(f"{size.given}: {size.parameters / 1e6:,.1f} M, {size.tokens} tokens a sample")
+            plain(name), plain(f"{size.given}: {size.parameters / 1e6:,.1f} M, {size.tokens} tokens per sample")
         )
     for name, given in plan.tasks.items():
         table.add_row(plain(name), plain(given))
