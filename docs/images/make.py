@@ -19,21 +19,22 @@ from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.transfer import transfer
 
 HERE = Path(__file__).parent
+README = HERE.parents[1] / "README.md"
 WIDTH = 80  # columns: still read on a phone
+
+
+def command_of(page: str) -> list[str]:
+    """The words of the first transfer of a page, which the picture is of."""
+    return page.split("$ taskferry transfer ", 1)[1].split("\n", 1)[0].split()
 
 
 def main() -> None:
     os.chdir(tempfile.mkdtemp())
     write_example(Path("demo"))
     os.chdir("demo")
-    given = {
-        "source_base": "base-a",
-        "source_tuned": "my-lora",
-        "target_base": "base-b",
-        "calibration": "data.jsonl",
-        "out": "my-lora-on-b",
-    }
-    options = [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
+    words = command_of(README.read_text(encoding="utf-8"))
+    given = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    options = [f"{name} {value}" for name, value in zip(words[::2], words[1::2], strict=True)]
     # Not a terminal: bars are drawn once, at their end, and the picture stays small.
     drawn = {"force_terminal": False, "color_system": "truecolor", "file": io.StringIO()}
     console = Console(record=True, width=WIDTH, highlight=False, **drawn)

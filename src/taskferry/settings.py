@@ -29,7 +29,7 @@ MICRO_BATCH: Any = Field(
 class Settings(BaseModel):
     """Unknown keys fail."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), defer_build=True)
     command: ClassVar[str] = ""  # the verb that takes them
     panel: ClassVar[str] = "More"  # where the help shows them
     first: ClassVar[tuple[str, ...]] = ()  # what most need, shown before all others

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,15 @@ def test_the_example_of_an_own_method_runs() -> None:
             registry.find("between-methods").refuse("blockwise")
     finally:
         registry._METHODS.pop("between-methods")
+
+
+def test_settings_that_pages_name_are_settings_of_a_method() -> None:
+    """A page kept naming one that was gone."""
+    known = {setting for found in methods().values() for setting in found.settings}
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    named = [(p.name, word) for p in pages for word in re.findall(r"--method-settings (\w+)=", p.read_text("utf-8"))]
+    assert ("methods.md", "inputs") in named
+    assert not [each for each in named if each[1] not in known | {"name"}]
 
 
 def test_every_setting_stands_in_the_page() -> None:

@@ -101,6 +101,7 @@ def test_a_refinement_that_only_harms_is_dropped() -> None:
     assert refined.kept == 0
     assert refined.tau is start
     assert "was dropped" in refined.sentence
+    assert " per token)" in refined.sentence
 
 
 def test_one_sample_cannot_be_refined_on() -> None:

@@ -204,7 +204,7 @@ def _class_and_precision(transformers: Any, folder: Path, architecture: str | No
     if cls is not transformers.AutoModel and not (
         isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
     ):
-        raise TaskferryError(f"{folder} names the class {name!r}, which is no model of transformers")
+        raise TaskferryError(f"{folder} names the class {name!r}, which is not a model class of transformers")
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     if form_of(folder) is not None and stored not in (torch.float32, torch.float16):
         return cls, torch.bfloat16  # what quantised weights are computed in

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from taskferry.report.parts import Figure
 
 
-def register(app: typer.Typer, panel: str) -> None:
+def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("analyze", rich_help_panel=panel)(with_settings(AnalyzeSettings)(run))
+    app.command("analyze")(with_settings(AnalyzeSettings)(run))
 
 
 def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as_json: Json = False) -> None:

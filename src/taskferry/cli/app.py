@@ -9,28 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
-from taskferry.cli import (
-    analyze,
-    apply,
-    bench,
-    diff,
-    doctor,
-    evaluate,
-    example,
-    fit,
-    fleet,
-    inspect,
-    methods,
-    plan,
-    push,
-    report,
-    transfer,
-)
 from taskferry.cli.terminal import plain
 from taskferry.errors import TaskferryError, TaskferryWarning
 from taskferry.version import __version__
@@ -54,21 +39,78 @@ Add --dry-run to see what it takes before it starts.
   taskferry transfer --help   all options of one
 """
 
+VERBS = {  # by panel of the help; a test holds each sentence to the verb's own
+    "Move one fine-tune": {
+        "example": "Write two small models, a LoRA and data into a new folder: every command of the documentation "
+        "runs in it.",
+        "transfer": "Move a fine-tune (a full model or a LoRA) to another base model.",
+        "evaluate": "Score a model, or a model with an adapter added, on held-out samples.",
+        "report": "Write a page that shows a transfer, an analysis or a benchmark.",
+    },
+    "Move many": {
+        "fit": "Fit the maps between two base models and save them as one alignment file.",
+        "apply": "Move a LoRA, a task vector or a tuned model by a saved alignment.",
+        "fleet": "Move every adapter of a folder to one or more new bases, in parallel; rerun to resume.",
+    },
+    "Look before and after": {
+        "plan": "Time and memory of a transfer on this machine, from the sizes and a few seconds of trial.",
+        "doctor": "Say what is installed, what is missing, and what would move between two models.",
+        "inspect": "Show the linear layers of a model, a task vector, an alignment, or what moved in an output.",
+        "diff": "Write the task vector of a fine-tune.",
+        "analyze": "Measure how alike two models are: CKA and cosine by block, before and after alignment; cost; "
+        "drift.",
+    },
+    "Compare and share": {
+        "methods": "List the methods with their settings.",
+        "bench": "Compare methods, and make tables from recipes.",
+        "push": "Send what transfer or apply wrote to a model hub. Nothing else ever sends anything.",
+    },
+}
+
+
+class Verbs(TyperGroup):
+    """Imports a verb, with its settings and options, when it is called: the help of all needs none of them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb that was typed, in place of its sentence."""
+        name, known, rest = super().resolve_command(ctx, args)
+        return name, _verb(str(name), ctx) if known else None, rest
+
+    def get_params(self, ctx: Any) -> Any:
+        """The options of the command itself."""
+        return _flags(super().get_params(ctx))
+
+
+def _verb(name: str, context: Any) -> Any:
+    """A verb as a command with all its options."""
+    alone = typer.Typer()
+    alone.callback()(lambda: None)
+    import_module(f"taskferry.cli.{name}").register(alone)
+    command = typer.main.get_group(alone).commands[name]
+    for part in (command, *getattr(command, "commands", {}).values()):
+        _flags(part.get_params(context))
+    return command
+
+
+def _flags(options: Any) -> Any:
+    """Options, of which flags name no kind of value: they take none."""
+    for option in options:
+        if getattr(option, "is_flag", False) and option.metavar is None:
+            option.metavar = ""
+    return options
+
+
 app = typer.Typer(
     name="taskferry",
+    cls=Verbs,
     help="Move a fine-tune from one base model to another, without training.",
     epilog="First time? Type `taskferry` alone.",
     invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
-for panel, verbs in {
-    "Move one fine-tune": (example, transfer, evaluate, report),
-    "Move many": (fit, apply, fleet),
-    "Look before and after": (plan, doctor, inspect, diff, analyze),
-    "Compare and share": (methods, bench, push),
-}.items():
-    for verb in verbs:
-        verb.register(app, panel)
+for panel, verbs in VERBS.items():
+    for name, sentence in verbs.items():
+        app.command(name, rich_help_panel=panel, help=sentence)(lambda: None)
 
 
 def _version(show: bool) -> None:

@@ -12,11 +12,9 @@ from taskferry.cli.transfer import command_line
 from taskferry.settings import ApplySettings, load_settings
 
 
-def register(app: typer.Typer, panel: str) -> None:
+def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("apply", rich_help_panel=panel)(
-        with_settings(ApplySettings, positional=("alignment", "source_tuned"))(run)
-    )
+    app.command("apply")(with_settings(ApplySettings, positional=("alignment", "source_tuned"))(run))
 
 
 def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as_json: Json = False) -> None:

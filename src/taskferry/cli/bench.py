@@ -32,13 +32,13 @@ StandIn = Annotated[bool, typer.Option("--stand-in", help="tiny random models an
 ZOO = Path("benchmarks") / "zoo"
 
 
-def register(app: typer.Typer, panel: str) -> None:
+def register(app: typer.Typer) -> None:
     """Add the verb and its parts."""
     bench.command("compare")(with_settings(CompareSettings)(run_compare))
     bench.command("run")(run)
     bench.command("smoke")(smoke)
     bench.command("recipes")(recipes)
-    app.add_typer(bench, name="bench", rich_help_panel=panel)
+    app.add_typer(bench, name="bench")
 
 
 def run_compare(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as_json: Json = False) -> None:
@@ -193,7 +193,7 @@ def _show_plan(plan: RecipePlan, as_json: bool) -> None:
     table.add_column(overflow="fold")
     for name, size in plan.models.items():
         table.add_row(
-            plain(name), plain(f"{size.given}: {size.parameters / 1e6:,.1f} M, {size.tokens} tokens a sample")
+            plain(name), plain(f"{size.given}: {size.parameters / 1e6:,.1f} M, {size.tokens} tokens per sample")
         )
     for name, given in plan.tasks.items():
         table.add_row(plain(name), plain(given))

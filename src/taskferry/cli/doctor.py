@@ -26,9 +26,9 @@ EXTRAS = {
 }
 
 
-def register(app: typer.Typer, panel: str) -> None:
+def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("doctor", rich_help_panel=panel)(run)
+    app.command("doctor")(run)
 
 
 def run(

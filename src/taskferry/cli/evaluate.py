@@ -14,9 +14,9 @@ from taskferry.display.bars import Bar
 from taskferry.settings import EvaluateSettings, load_settings
 
 
-def register(app: typer.Typer, panel: str) -> None:
+def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("evaluate", rich_help_panel=panel)(with_settings(EvaluateSettings, positional=("model",))(run))
+    app.command("evaluate")(with_settings(EvaluateSettings, positional=("model",))(run))
 
 
 def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as_json: Json = False) -> None:

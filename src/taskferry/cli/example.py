@@ -12,9 +12,9 @@ from taskferry.cli.options import Json, Quiet
 from taskferry.cli.terminal import plain, print_json, waiting
 
 
-def register(app: typer.Typer, panel: str) -> None:
+def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("example", rich_help_panel=panel)(run)
+    app.command("example")(run)
 
 
 def run(

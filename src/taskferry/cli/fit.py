@@ -12,9 +12,9 @@ from taskferry.jobs.settings import FitSettings
 from taskferry.settings import load_settings
 
 
-def register(app: typer.Typer, panel: str) -> None:
+def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("fit", rich_help_panel=panel)(with_settings(FitSettings)(run))
+    app.command("fit")(with_settings(FitSettings)(run))
 
 
 def run(

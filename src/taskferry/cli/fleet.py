@@ -21,9 +21,9 @@ PlanFile = Annotated[Path, typer.Argument(help="a YAML file: adapters, out, and 
 FAILED = 4  # some adapters could not be moved; the others were
 
 
-def register(app: typer.Typer, panel: str) -> None:
+def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("fleet", rich_help_panel=panel)(run)
+    app.command("fleet")(run)
 
 
 def _bar(bars: Progress) -> FleetReporter:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from taskferry.taskvector import TaskVector
 
 
-def register(app: typer.Typer, panel: str) -> None:
+def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("inspect", rich_help_panel=panel)(run)
+    app.command("inspect")(run)
 
 
 def run(

@@ -10,9 +10,9 @@ from taskferry.cli.options import Json
 from taskferry.cli.terminal import plain, print_json, waiting
 
 
-def register(app: typer.Typer, panel: str) -> None:
+def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("methods", rich_help_panel=panel)(run)
+    app.command("methods")(run)
 
 
 def run(as_json: Json = False) -> None:

@@ -12,9 +12,9 @@ from taskferry.jobs.settings import PlanSettings
 from taskferry.settings import load_settings
 
 
-def register(app: typer.Typer, panel: str) -> None:
+def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("plan", rich_help_panel=panel)(with_settings(PlanSettings)(run))
+    app.command("plan")(with_settings(PlanSettings)(run))
 
 
 def run(given: dict[str, Any], config: YamlFile = None, as_json: Json = False) -> None:

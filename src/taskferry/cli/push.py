@@ -12,9 +12,9 @@ from taskferry.cli.terminal import plain, print_json, waiting
 from taskferry.settings import PushSettings, load_settings
 
 
-def register(app: typer.Typer, panel: str) -> None:
+def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("push", rich_help_panel=panel)(with_settings(PushSettings, positional=("folder", "repo"))(run))
+    app.command("push")(with_settings(PushSettings, positional=("folder", "repo"))(run))
 
 
 def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as_json: Json = False) -> None:

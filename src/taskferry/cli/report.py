@@ -20,9 +20,9 @@ class Form(str, Enum):
     md = "md"
 
 
-def register(app: typer.Typer, panel: str) -> None:
+def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("report", rich_help_panel=panel)(run)
+    app.command("report")(run)
 
 
 def run(

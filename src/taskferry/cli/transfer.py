@@ -19,13 +19,13 @@ from taskferry.jobs.settings import TransferSettings
 from taskferry.settings import load_settings, read_yaml
 
 
-def register(app: typer.Typer, panel: str) -> None:
+def register(app: typer.Typer) -> None:
     """Add the verb."""
     shown = example(
         "taskferry transfer --source-base base-a --source-tuned my-lora --target-base base-b "
         "--calibration data.jsonl --out my-lora-on-b"
     )
-    app.command("transfer", rich_help_panel=panel, epilog=shown)(with_settings(TransferSettings)(run))
+    app.command("transfer", epilog=shown)(with_settings(TransferSettings)(run))
 
 
 def run(

@@ -54,7 +54,7 @@ def fit(
 ) -> Alignment:
     """All maps from one frozen forward and backward pass of both models on the calibration set.
 
-    `map_rank` "range" keeps the directions the calibration set has seen; "full" is the paper to the letter.
+    `map_rank` "range" keeps the directions the calibration set has seen; "full" is exactly as in the paper.
     `only` names the source parameters that will change: no other map is solved (a LoRA on q and v needs no MLP map).
     `factored` leaves maps as two factors: for low-rank task vectors, which pass through them for less than forming R.
     `capture` says what is aligned on each side; anything but the default is another method.

@@ -336,7 +336,7 @@ def _pass(
     layouts: Mapping[str, Layout],
     capture: Capture,
 ) -> Tensor | None:
-    """One forward pass, and a backward pass where gradients are asked for; the loss where it was not looked at."""
+    """One forward pass, and a backward pass where gradients are asked for; the loss where it was not measured."""
     loss = watch(side, batch, sites, on_forward, on_gradient, layouts)
     if not capture.backward:
         return None

@@ -17,7 +17,7 @@ def summary_page(summary: Mapping[str, Any], states: Iterable[Moved]) -> str:
     counts: list[tuple[str, Cell, str]] = [
         ("Moved", Number(summary["done"], str(summary["done"])), f"of {summary['of']}"),
         ("Failed", Number(summary["failed"], str(summary["failed"])), "with a reason each, below"),
-        ("Pending", Number(summary["pending"], str(summary["pending"])), "run it again to go on"),
+        ("Pending", Number(summary["pending"], str(summary["pending"])), "rerun to resume"),
         ("Speed", Number(summary["adapters_a_second"], f"{summary['adapters_a_second']}"), "adapters a second"),
         ("Time", Number(summary["seconds"], f"{summary['seconds']}"), "seconds"),
     ]

@@ -38,7 +38,7 @@ def _shown(text: object) -> str:
 
 
 def write_card(folder: Path, record: Mapping[str, Any], *, adapter: bool) -> None:
-    """README.md with the fields that hubs read."""
+    """A Hub-compatible README.md."""
     settings, verdict = record["settings"], record["verdict"]
     body = f"""
 # {"A LoRA adapter" if adapter else "A model"} moved with taskferry

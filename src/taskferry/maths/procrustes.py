@@ -123,7 +123,7 @@ def procrustes(
     for d_A > d_B (Rᵀ R = I) it minimises ‖X_A − X_B Rᵀ‖_F: one formula for both.
     U Vᵀ is unique only on the range of C; what a decomposition returns outside of it is an accident of
     its implementation. "range" keeps the singular directions above `tolerance` · σ_1; "full" keeps
-    all min(d_A, d_B) of them, which is the paper to the letter.
+    all min(d_A, d_B) of them, exactly as in the paper.
     `factored` leaves U and V unmultiplied, for low-rank task vectors, which pass through them for less.
 
     Costs one decomposition of a min(d_A, d_B)² matrix and four float64 copies of C.

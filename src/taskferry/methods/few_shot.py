@@ -1,4 +1,4 @@
-"""Few-shot fine-tuning: what a user would do instead with the same samples. No transfer, but the honest comparison."""
+"""Few-shot fine-tuning: what a user would do instead with the same samples. No transfer, but a row to compare with."""
 
 from __future__ import annotations
 

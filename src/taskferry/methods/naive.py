@@ -1,4 +1,4 @@
-"""Naive transfer: the change added as it is, zero-padded or cropped where shapes differ."""
+"""Naive transfer: the change copied directly, zero-padded or cropped where shapes differ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from taskferry.taskvector import Delta, LowRank, TaskVector
     shown=Shown(1, "nothing was trained", (TableRow("naive", passes=(0.0, 0.0), curve=6),)),
 )
 def naive(job: Job) -> Moved:
-    """Add the source's change to the target: as it is, padded with zeros, or cropped.
+    """Copy the source's change to the target directly; padded with zeros or cropped where widths differ.
 
     Linear layers are paired as for every method, so depth may differ; other parameters (normalisation gains,
     embeddings) move where both models have one of the same name and shape.

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: BERT, ModernBERT, ViT, CLIP, T5, GPT-2, GPT-NeoX, Llama, Phi, Whisper and their kin.
+"""Hugging Face transformers: BERT, ModernBERT, ViT, CLIP, T5, GPT-2, GPT-NeoX, Llama, Phi, Whisper and similar models.
 
 transformers itself is never imported: a model brings its classes, and its `config` says the rest.
 """

@@ -46,7 +46,7 @@ class FineTuning(Settings):
     weight_decay: float = Field(0.1, ge=0, description="of AdamW")
     warmup: int = Field(200, ge=0, description="steps in which the learning rate grows")
     validation: float = Field(0.1, ge=0, lt=1, description="share of the samples kept for validation")
-    every: int = Field(200, ge=1, description="steps between checkpoints and looks at the validation samples")
+    every: int = Field(200, ge=1, description="steps between checkpoints and evaluations on the validation samples")
     seed: int = Field(0, description="of the split and the order of the samples")
     precision: Literal["float32", "bfloat16"] = Field("float32", description="of the products; weights stay float32")
     train: Literal["all", "blocks"] = Field("all", description="what learns: all parameters, or the blocks alone")

@@ -38,7 +38,7 @@ VIEWS = 3  # augmented views of each image
 class Lesson(Objective):
     """Inputs of the target by number, and the loss that brings its answers to the teacher's."""
 
-    unit = "a sample"
+    unit = "per sample"
 
     def __init__(self, views: Views) -> None:
         self.views = views
@@ -117,7 +117,7 @@ class Tokens(Lesson):
     Where most of it lies on tokens that the target lacks, the token of the text itself is the answer.
     """
 
-    unit = "a token"
+    unit = "per token"
 
     def __init__(self, models: tuple[nn.Module, nn.Module], calibration: Calibration, labels: float) -> None:
         super().__init__(Views(calibration, 0))
