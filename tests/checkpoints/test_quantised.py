@@ -167,6 +167,20 @@ def test_others_are_refused_by_name(method: str, world: Path, tmp_path: Path) ->
             load(str(folder))
 
 
+@pytest.mark.parametrize("ending", ["_weight_qdata", "weight._data"])
+def test_files_of_torchao_and_quanto_that_do_not_say_so(ending: str, world: Path, tmp_path: Path) -> None:
+    """Their weights have other names: a loader that goes by names would leave random numbers in their place."""
+    state = {}
+    for name, value in load_file(world / "a" / WEIGHTS).items():
+        start, part = name.rsplit(".", 1)
+        state[f"{start}.{ending if is_layer(name) else part}"] = value.to(torch.int8) if is_layer(name) else value
+    folder = configured(world / "a", tmp_path / "q", None, state)
+    with pytest.raises(TaskferryError, match=f"{ending}.*give the 16-bit model that it was made from"):
+        load_model(str(folder))
+    with pytest.raises(TaskferryError, match=r"its files call .* by another name"):
+        LazyModel(str(folder), folder)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_command_refuses(engine: str, world: Path, tmp_path: Path) -> None:
     weights = load_file(world / "b" / WEIGHTS)

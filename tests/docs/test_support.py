@@ -177,7 +177,7 @@ def stored(folder: Path, library: str, config: dict[str, Any], model: torch.nn.M
               folder / f"{start}model.safetensors")  # fmt: skip
 
 
-LIBRARIES: dict[str, Callable[[Path, int, int], Loader]] = {}
+LIBRARIES = {"OpenCLIP, `CLIP`": openclip, "timm, `VisionTransformer`": timm}
 
 
 @pytest.mark.every
@@ -316,7 +316,14 @@ def named(method: str) -> Callable[[Path], tuple[str, str]]:
     return write
 
 
-BASES: dict[str, Callable[[Path], tuple[str, str]]] = {}
+BASES: dict[str, Callable[[Path], tuple[str, str]]] = {
+    "FP8 with scales": scaled,
+    "GGUF (a `.gguf` file of llama.cpp)": llama_cpp,
+    "GPTQ": named("gptq"),
+    "AWQ": named("awq"),
+    "torchao": named("torchao"),
+    "Quanto": named("quanto"),
+}
 
 
 @pytest.mark.every

@@ -246,4 +246,9 @@ CLASSES = (
     ),
     Class("SwinModel", "vision", {**STAGES, "embed_dim": "width", "num_heads": [2, 4], "window_size": 4}),
     Class("ConvNextModel", "vision", {**STAGES, "hidden_sizes": ["width", "double"], "num_stages": 2}),
+    Class("CLIPModel", "vision", {**TOWERS, "projection_dim": "head"}),
+    Class("SiglipModel", "vision", TOWERS),
+    Class("WhisperForConditionalGeneration", "audio", {**SIDES, "num_mel_bins": 8, "max_source_positions": 20}),
+    Class("Wav2Vec2ForCTC", "audio", SOUND, modules=("q_proj", "v_proj")),
+    Class("HubertModel", "audio", SOUND),
 )

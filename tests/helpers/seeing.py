@@ -40,7 +40,10 @@ def _vision(depth: int = 2) -> dict[str, Any]:
 def gemma3(width: int, depth: int, **more: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     settings = {"text_config": _text(width, depth), "vision_config": _vision(), "mm_tokens_per_image": 4, **more}
-    return transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(**settings))
+    model = transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(**settings))
+    with torch.no_grad():  # a new projection is zero: the text would hear nothing of an image
+        model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=0.2)
+    return model
 
 
 def llava(width: int, depth: int, **more: Any) -> nn.Module:

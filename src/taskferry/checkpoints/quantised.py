@@ -35,7 +35,7 @@ _NAMES = {
 # Names that only quantised checkpoints have: where a configuration says nothing of them, their weights are no weights.
 _TRACES = (
     ".weight_scale_inv", ".weight_scale", ".weight_packed", ".qweight", ".qzeros", ".g_idx", ".absmax", ".quant_map",
-    ".SCB", ".W_q", "._data", "proj_blocks",
+    ".SCB", ".W_q", "._data", "._weight_qdata", "proj_blocks",
 )  # fmt: skip
 
 
