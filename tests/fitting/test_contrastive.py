@@ -83,7 +83,6 @@ def test_the_loss_of_files_is_the_plain_one(form: str, size: int, world: Path) -
     assert found["loss"] == pytest.approx(float(loss) / len(ROWS), rel=1e-5)
     assert found["accuracy"] == pytest.approx(100 * float(right) / len(ROWS))
     assert found["accuracy"] < 100
-    assert (found["accuracy"] > 0) == (form != "triplets")  # the negatives share more words with the anchor
     shown = taskferry(*given).out
     assert f"{found['accuracy']:.2f} %" in shown
     assert "the positive among all candidates of its micro-batch" in shown
