@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from taskferry.fitting.scale import ScaleCurve
 from taskferry.jobs.device_plan import on_device
 from taskferry.jobs.opening import without_weights
 from taskferry.jobs.plan import method_cost
@@ -43,23 +42,19 @@ def seen(given: dict[str, Any], engine: str, out: Path) -> int:
 @pytest.mark.parametrize(
     ("widths", "depths", "modules", "dtype", "more"),
     [
-        ((256, 384), (2, 3), ["v_proj"], "float32", {"method": "bico"}),
         ((32, 48), (2, 3), ["q_proj", "v_proj"], "bfloat16", {"method": "bico"}),
         ((32, 48), (5, 4), ["q_proj", "v_proj", "down_proj"], "float32", {"effort": "fast"}),
-        ((32, 48), (2, 3), ["q_proj"], "float32", {}),
     ],
-    ids=["wide", "half", "several", "twice"],
+    ids=["half", "several"],
 )
 def test_the_plan_is_within_a_tenth_of_what_a_device_counts(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     widths: tuple[int, int],
     depths: tuple[int, int],
     modules: list[str],
     dtype: str,
     more: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(ScaleCurve, "helps", property(lambda self: True))  # so that the second capture is made
     folders.causal(tmp_path / "a", "LlamaForCausalLM", widths[0], depths[0], 1)
     folders.causal(tmp_path / "b", "Qwen3ForCausalLM", widths[1], depths[1], 2)
     folders.lora(tmp_path / "a", tmp_path / "lora", modules, seed=1, task_type="CAUSAL_LM")
