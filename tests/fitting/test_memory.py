@@ -10,7 +10,7 @@ from torch import nn
 
 from taskferry import Calibration, TaskVector, fit
 from taskferry.engines.whole import WholePair
-from taskferry.fitting.capture import BICO, Side, _MicroBatch
+from taskferry.fitting.capture import BICO, MicroBatch, Side
 from taskferry.fitting.models import frozen
 from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.statistics import Statistics
@@ -33,7 +33,7 @@ def test_the_sources_rows_go_with_their_last_reader() -> None:
     sides = [Side(m, LanguageModel().bind(m, calibration.side(i))) for i, m in enumerate((A, B))]
     found = Statistics()
     with frozen(A), frozen(B):
-        batch = _MicroBatch(*sides, {p.target.name: p for p in pairs}, found, BICO, *next(iter(calibration)), False)
+        batch = MicroBatch(*sides, {p.target.name: p for p in pairs}, found, BICO, *next(iter(calibration)), False)
         batch.run()
     assert len(found.outputs) == len(pairs)
     assert not batch.inputs

@@ -42,7 +42,7 @@ def pictured(row: Row, where: str) -> Row:
     pictures = [*found, *(value for value in beside if value is not None)]
     if len(pictures) != 1:
         raise TaskferryError(f"{where} has {len(pictures)} images: one in each row is read, give rows with one each")
-    plain = [{"role": _role(message, where), "content": _content(message, where)} for message in messages]
+    plain: list[Row] = [{"role": _role(message, where), "content": _content(message, where)} for message in messages]
     places = sum(part["type"] == "image" for message in plain for part in message["content"])
     if places > 1:
         raise TaskferryError(f"{where}: its messages have {places} places for one image: leave one")

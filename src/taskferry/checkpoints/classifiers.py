@@ -38,7 +38,8 @@ def headed(loaded: Loaded, head: str, classes: int) -> nn.Module:
     if lost or not isinstance(getattr(model, head, None), nn.Linear):
         why = f"{lost[0]} is in none of its files" if lost else f"a {type(model).__name__} has no layer '{head}'"
         raise TaskferryError(f"{loaded.given}: {why}, so nothing is known of what a head reads there: give --head keep")
-    return model
+    found: nn.Module = model
+    return found
 
 
 def same_labels(source: Loaded, target: Loaded) -> None:

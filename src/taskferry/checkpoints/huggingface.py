@@ -77,13 +77,16 @@ def load(
     return model, folder, set(info["missing_keys"]), extra
 
 
-def skeleton(folder: Path) -> tuple[nn.Module, torch.dtype]:
-    """The model of the folder's class without memory for its parameters, and the precision they are stored in."""
+def skeleton(folder: Path, *, weights: bool = True) -> tuple[nn.Module, torch.dtype]:
+    """The model of the folder's class without memory for its parameters, and the precision they are stored in.
+
+    `weights`: whether they lie beside its configuration.
+    """
     transformers, accelerate = imported("transformers"), imported("accelerate")
     quiet(transformers)
     cls, stored = _class_and_precision(transformers, folder)
     try:
-        _check_folder_size(cls, folder)
+        _check_folder_size(cls, folder, weights)
         with accelerate.init_empty_weights(include_buffers=False):  # rotary tables are buffers, and computed
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
             model = cls._from_config(without_form(config))
@@ -249,11 +252,13 @@ def _dequantised(cls: Any, folder: Path, form: Form) -> dict[str, Any]:
     return {"config": without_form(config), "state_dict": state}
 
 
-def check_size(cls: Any, config: Any, place: Path, held: int) -> None:
+def check_size(cls: Any, config: Any, place: Path, held: int | None) -> None:
     """Whether a configuration is of a model that its files can hold: no memory is taken for what they do not."""
     deep = [name for name, value in _numbers(config.to_dict()) if "layer" in name and value > MOST_LAYERS]
     if deep:
         raise TaskferryError(f"{place}: {deep[0]} is beyond {MOST_LAYERS}: the configuration is damaged")
+    if held is None:
+        return
     needed = sum(parameter.numel() for parameter in plain_skeleton(cls, config).parameters())
     if needed > 16 * held + 2**20:  # four-bit weights, a new head
         raise TaskferryError(
@@ -261,10 +266,10 @@ def check_size(cls: Any, config: Any, place: Path, held: int) -> None:
         )
 
 
-def _check_folder_size(cls: Any, folder: Path) -> None:
+def _check_folder_size(cls: Any, folder: Path, weights: bool = True) -> None:
     config = imported("transformers").AutoConfig.from_pretrained(folder, trust_remote_code=False)
     held = sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern))
-    check_size(cls, config, folder / "config.json", held)
+    check_size(cls, config, folder / "config.json", held if weights else None)
 
 
 def _numbers(config: Any, name: str = "") -> Iterator[tuple[str, float]]:

@@ -57,9 +57,15 @@ class Screen(Reporter):
         table.add_row("will move", f"into {plan.pairs} of {plan.sites} linear layers of the target")
         away = f", and {_bytes(plan.device_bytes)} on the devices" if plan.device_bytes else ""
         table.add_row("memory", f"about {_bytes(plan.memory_bytes)}{away} at the peak")
+        for engine, size in plan.engines.items():
+            verdict = "fits" if plan.fits(engine) else "does not fit"
+            table.add_row(f"--engine {engine}", f"{_bytes(size)} on the device: {verdict} into {plan.limit:g} GB")
         parts = ", ".join(
             f"{name} {_seconds(t)}" for name, t in plan.stages.items() if t >= max(0.5, 0.05 * plan.seconds)
         )
+        if not plan.stages:
+            self.console.print(table)
+            return
         table.add_row(
             "time", f"about {_seconds(plan.seconds)} here ({plan.tokens:,} tokens{': ' if parts else ''}{parts})"
         )

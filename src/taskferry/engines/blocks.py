@@ -242,7 +242,11 @@ def _align(
                 _skip([run for run, _ in runs], at, later)
                 at -= 1
         if mine:
-            yield from _solve(runs, calibration, mine, capture, maps, (wanted or 0, j))
+            following = next(iter(takes.get(j - 1, ())), None)
+            if capture.backward and following is not None:
+                following = max(at, following)  # the way there leads through block `at`
+            after = (following, j - 1 if j and (capture.backward or j - 1 in by_block) else None)
+            yield from _solve(runs, calibration, mine, capture, maps, (wanted or 0, j), after)
         if capture.backward:
             for _, run in runs:
                 if not mine:
@@ -275,8 +279,9 @@ def _solve(
     capture: Capture,
     maps: MapOptions,
     blocks: tuple[int, int] | None,
+    after: tuple[int | None, int | None] = (None, None),
 ) -> Iterator[tuple[int, Alignment]]:
-    """The maps of one block: one version of them in memory at a time."""
+    """The maps of one block: one version of them in memory at a time. `after` are the blocks that are read next."""
     statistics = Statistics(capture=capture)
     lazy = [run.lazy for run in runs[0]]
     if blocks is None:
@@ -287,6 +292,9 @@ def _solve(
         with ExitStack() as stack:
             for run, some in zip(both, names, strict=True):
                 stack.enter_context(run.lazy.weights(some))
+            for run, j in zip(both, after, strict=True):
+                if j is not None and both is runs[-1]:
+                    run.lazy.read_next(run.parameters(j))
             if blocks is None:
                 sides = both[0].outside(), both[1].outside()
             else:

@@ -381,6 +381,8 @@ def forward(
                 with one.lazy.cached(one.parameters(j), several):
                     for run in runs:
                         with torch.no_grad(), run.block(j):
+                            if j < last:
+                                one.lazy.read_next(one.parameters(j + 1))
                             run.through(j, store)
                 if on_block is not None:
                     on_block()

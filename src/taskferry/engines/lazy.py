@@ -5,7 +5,8 @@
     ...     lazy.model.get_submodule("model.layers.3")(hidden)
 
 The skeleton is built by accelerate without memory for parameters. Weights are read from safetensors, one tensor at a
-time, and each file is closed again, so that no mapped page stays resident.
+time, and each file is closed again, so that no mapped page stays resident. Where the model runs on a device, a thread
+reads the block that comes next while this one runs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,9 @@ class LazyModel:
         self.given, self.folder, self.device = given, folder, torch.device(device)
         self.changes = TaskVector({})  # added to what is read
         self._cache: dict[str, Tensor] = {}  # what several readers of one part of the weights share
+        # One block more on the host: not where the host's memory is the one that is short.
+        self.reads_ahead = self.device.type != "cpu"
+        self._coming: dict[str, Future[dict[str, Tensor]]] = {}  # what is being read, by parameter
         self.form = form_of(folder)
         by_blocks(given, self.form)
         self.model, self.dtype = huggingface.skeleton(folder)
@@ -89,21 +95,31 @@ class LazyModel:
 
     def read(self, names: Iterable[str], dtype: torch.dtype | None = torch.float32) -> Iterator[tuple[str, Tensor]]:
         """Parameters as they are stored (quantised ones in float32), or in another precision; changes are added."""
-        for name, stored in self._stored_values(names):
+        for name, stored, own in self._stored_values(names):
             # A copy in any case: nothing may point into the mapped file.
-            value = stored.to(dtype or stored.dtype, copy=True)
+            value = stored.to(dtype or stored.dtype, copy=not own)
             if name in self.changes.deltas:
                 change = as_dense(self.changes.deltas[name])
                 value = (value.float() + change.to(value.device, torch.float32)).to(value.dtype)
             yield name, value
 
-    def _stored_values(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        by_file: dict[Path, list[str]] = {}
+    def _stored_values(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor, bool]]:
+        """With whether nobody else has the tensor: those that were read ahead are handed out once."""
+        missing = []
         for name in names:
             if name in self._cache:
-                yield name, self._cache[name]
+                yield name, self._cache[name], False
+            elif name in self._coming:
+                yield name, self._coming.pop(name).result().pop(name), True
             else:
-                by_file.setdefault(self.files[self.stored[name]], []).append(name)
+                missing.append(name)
+        for name, stored in self._from_files(missing):
+            yield name, stored, False
+
+    def _from_files(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.files[self.stored[name]], []).append(name)
         for path, inside in by_file.items():
             try:
                 with safe_open(str(path), framework="pt") as file:
@@ -116,11 +132,26 @@ class LazyModel:
             except (SafetensorError, OSError) as error:
                 raise TaskferryError(f"{path} cannot be read: {error}") from error
 
+    def read_next(self, names: Iterable[str]) -> None:
+        """Begin to read these, which are asked for soon, in a thread; what goes wrong there is raised when they are."""
+        wanted = [name for name in names if name not in self._coming and name not in self._cache]
+        if self.reads_ahead and wanted:
+            self._coming |= dict.fromkeys(wanted, self._reader.submit(self._on_host, wanted))
+
+    def _on_host(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Copies that a device takes without waiting, where it is CUDA."""
+        pinned = self.device.type == "cuda"
+        return {name: t.pin_memory() if pinned else t.clone() for name, t in self._from_files(names)}
+
+    @cached_property
+    def _reader(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="taskferry-reader")
+
     @contextmanager
     def cached(self, names: Iterable[str], wanted: bool = True) -> Iterator[None]:
         """Inside, these parameters are read once from disk, however often they are asked for."""
         if wanted:
-            self._cache.update({name: value.clone() for name, value in self._stored_values(list(names))})
+            self._cache.update({n: t if own else t.clone() for n, t, own in self._stored_values(list(names))})
         try:
             yield
         finally:

@@ -89,7 +89,7 @@ def collect(
 
             def part(A: Batch, B: Batch, into: Paired[Any] = into, done: list[tuple[range, set[Place]]] = done) -> None:
                 nonlocal copy
-                micro_batch = _MicroBatch(source, target, by_target, into, capture, A, B, copy)
+                micro_batch = MicroBatch(source, target, by_target, into, capture, A, B, copy)
                 micro_batch.unchecked = unchecked
                 micro_batch.done = {place for rows, some in done if halving.within(rows) for place in some}
                 try:
@@ -106,7 +106,7 @@ def collect(
     _check_losses(unchecked, [bool(torch.isfinite(loss)) for _, loss in unchecked])
 
 
-class _MicroBatch(Generic[S]):
+class MicroBatch(Generic[S]):
     """The state of one micro-batch: the source's rows, and what the target has already been paired with."""
 
     def __init__(
@@ -143,6 +143,7 @@ class _MicroBatch(Generic[S]):
         self.layouts_B = target.family.layouts(target.model, batch_B)
 
     def run(self) -> None:
+        """Both passes."""
         if not self._run_source():
             # The model wrote into what a layer had read or made (x += f(x)): run again, keeping copies.
             self.copy = True

@@ -38,7 +38,7 @@ class Contrastive(Objective):
         if batch.texts < 2:
             raise TaskferryError("a contrastive loss needs pairs of texts: pair_calibration(…), not single ones")
         unit = F.normalize(wide(family_of(model).features(model, batch)), dim=-1)
-        texts = unit.unflatten(0, (-1, batch.texts)).transpose(0, 1)
+        texts = unit.view(-1, batch.texts, unit.shape[-1]).transpose(0, 1)
         return self.scale * texts[0] @ texts[1:].flatten(0, 1).T, torch.arange(len(batch), device=unit.device)
 
     def bind(self, model: nn.Module, batches: Sequence[Batch]) -> Loss:  # noqa: ARG002

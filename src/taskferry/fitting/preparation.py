@@ -196,7 +196,7 @@ def one_sided(samples: Samples, loaded: Loaded, *, max_length: int, micro_batch:
         return encoder_calibration(samples, loaded, None, **lengths).side(0)
     kind = language_kind(loaded, loaded)
     if samples.kind == "pictured":
-        return _seeing(samples, kind, loaded, **lengths).side(0)
+        return _seeing(samples, kind, loaded, None, **lengths).side(0)
     build = _builder(kind, samples)
     return build([segments_of(row) for row in samples.rows], loaded.tokenizer(), **lengths).side(0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from taskferry.calibration.batch import Batch
@@ -23,6 +23,12 @@ class Plan:
     memory_bytes: int  # resident at the peak
     stages: dict[str, float]  # seconds
     device_bytes: int = 0  # of all devices together at the peak, where models lie on some
+    engines: dict[str, int] = field(default_factory=dict)  # the same by engine, where nothing but sizes is known
+    limit: float | None = None  # GB of the device that was asked about
+
+    def fits(self, engine: str) -> bool:
+        """Whether an engine stays below the limit; a tenth is left for kernels and the allocator."""
+        return self.limit is None or 1.1 * self.engines[engine] <= self.limit * 1e9
 
     @property
     def seconds(self) -> float:

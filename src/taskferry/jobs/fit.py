@@ -11,8 +11,8 @@ from taskferry.engines.launch import rank_and_size
 from taskferry.errors import TaskferryError
 from taskferry.fitting.generation import beside
 from taskferry.jobs.cost import Plan
-from taskferry.jobs.opening import Opened, opened
-from taskferry.jobs.plan import plan_job
+from taskferry.jobs.opening import Opened, opened, without_weights
+from taskferry.jobs.plan import plan_job, plan_sizes
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import FitSettings, PlanSettings
 from taskferry.methods import Job
@@ -62,6 +62,12 @@ def fit_alignment(
 def plan_transfer(settings: PlanSettings, reporter: Reporter) -> Plan:
     """What moving would cost; nothing is written."""
     method, own = settings.chosen()
+    if settings.device_memory is not None:
+        job, precisions, prepared = without_weights(settings)
+        plan = plan_sizes(job, method, own, precisions, settings.device_memory)
+        samples = str(prepared.calibration.samples)
+        reporter.plan(plan, {"method": method.name, "labels": prepared.labels, "samples": samples})
+        return plan
     with opened(settings, reporter, None, dry_run=True) as models:
         job = Job(models.pair, models.tuned.tau, every_site=settings.source_tuned is None)
         reporter.note("measuring this machine for the plan")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from taskferry.checkpoints import Loaded, Skeleton, Tuned, is_adapter, load_pair, load_tuned, read_adapter
-from taskferry.checkpoints.huggingface import owns
-from taskferry.checkpoints.loaded import device_named, to_device
+from taskferry.checkpoints import Loaded, Skeleton, Tuned, huggingface, is_adapter, load_pair, load_tuned, read_adapter
+from taskferry.checkpoints.huggingface import owns, skeleton
+from taskferry.checkpoints.loaded import as_stored, device_named, to_device
 from taskferry.checkpoints.models import resolve
 from taskferry.disk.files import writing
 from taskferry.disk.inputs import Inputs
@@ -26,9 +26,12 @@ from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
 from taskferry.fitting.generation import STAGE, Drawn, draw
 from taskferry.fitting.preparation import Prepared, has_text_tower, prepare
+from taskferry.fitting.routing import Meeting
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import FitSettings, MethodSettings, PlanSettings, TransferSettings
+from taskferry.methods import Job
+from taskferry.sites.pairing import Place
 from taskferry.taskvector import TaskVector
 
 Settings = TransferSettings | FitSettings | PlanSettings
@@ -169,6 +172,39 @@ def _on_disk(settings: MethodSettings, scratch: Path, work: Work, inputs: Inputs
     prepared = prepare(settings, source.loaded(), target.loaded(), None)
     pair = BlockPair(source, target, prepared.calibration, prepared.objectives, scratch=scratch, work=work)
     return Opened(pair, target, tuned, prepared, inputs)
+
+
+def without_weights(settings: PlanSettings) -> tuple[Job, tuple[torch.dtype, torch.dtype], Prepared]:
+    """A pair of empty models from their configurations, with the samples and the fine-tune where it is a LoRA.
+
+    Maps are counted for every layer where it is none.
+    """
+    found, precisions = [], []
+    for name in ("source_base", "target_base"):
+        given = getattr(settings, name)
+        folder = _resolved(name, given)
+        if not owns(folder):
+            raise TaskferryError(f"{given} is no Hugging Face folder: leave --device-memory out")
+        model, stored = skeleton(Path(folder), weights=False)
+        found.append(Loaded(model, given, Path(folder), huggingface, extra={"dtype": stored}))
+        precisions.append(as_stored(settings.dtype, stored))
+    tau = TaskVector({})
+    if settings.source_tuned is not None and is_adapter(Path(_resolved("source_tuned", settings.source_tuned))):
+        tau = read_adapter(Path(resolve(settings.source_tuned)), Skeleton.of(found[0].model)).tau
+    prepared = prepare(settings, found[0], found[1], None)
+    work = Work(int(settings.statistics_memory * 2**30))
+    pair = SkeletonPair(found[0].model, found[1].model, prepared.calibration, prepared.objectives, work=work)
+    return Job(pair, tau, every_site=not len(tau)), (precisions[0], precisions[1]), prepared
+
+
+class SkeletonPair(WholePair):
+    """Models without weights: sites and pairs, and nothing that runs."""
+
+    def meetings(self) -> dict[Place, Meeting]:
+        """Experts are matched by running both models."""
+        raise TaskferryError(
+            "experts are matched by running both models, which needs weights: leave --device-memory out"
+        )
 
 
 @contextmanager

@@ -22,13 +22,15 @@ from taskferry.calibration.batch import Batch, Calibration
 from taskferry.engines.blocks import BlockPair
 from taskferry.engines.pair import ModelPair
 from taskferry.engines.whole import unchanged
+from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Side, collect
 from taskferry.fitting.models import device_of
 from taskferry.fitting.objectives import ForwardOnly
 from taskferry.fitting.scale import EVALUATIONS
 from taskferry.fitting.statistics import Statistics
-from taskferry.jobs.block_plan import plan_blocks
+from taskferry.jobs.block_plan import LIBRARIES, plan_blocks
 from taskferry.jobs.cost import Plan, apply_cost, resident, size, sums_bytes
+from taskferry.jobs.device_plan import on_device
 from taskferry.jobs.machine import Machine
 from taskferry.maths.sums import CrossCovariance
 from taskferry.methods import FOLDS, Cost, Job, Method
@@ -59,15 +61,65 @@ def plan_job(
     refinement: Refinement | None = None,
 ) -> Plan:
     """What a method will take on a job; `scale` is None where none is looked at."""
+    cost = method_cost(job, method, own, scale)
+    left_out = {} if job.every_site else unchanged(job.pair.pairs, job.tau.deltas.keys())
+    pairs = job.pair.wanted(left_out)
+    if isinstance(job.pair, BlockPair):
+        return _away(job, cost, plan_blocks(job.pair, pairs, cost))
+    trained = None if refinement is None else _trained(job, pairs, refinement)
+    plan = plan_whole(job.pair, pairs, cost, trained)
+    return plan if trained is not None else _away(job, cost, plan)
+
+
+def _away(job: Job, cost: Cost, plan: Plan) -> Plan:
+    """Where models lie on a device: its memory by arithmetic, where the models can be rehearsed without weights."""
+    blocks = isinstance(job.pair, BlockPair)
+    lazy = job.pair.lazy if isinstance(job.pair, BlockPair) else ()
+    devices = [each.device for each in lazy] or [device_of(model) for model in (job.source, job.target)]
+    if all(device.type == "cpu" for device in devices):
+        return plan
+    precisions = (lazy[0].precision, lazy[1].precision) if lazy else None
+    try:
+        found = on_device(job, cost, precisions, products=devices[0].type == "cuda")
+    except TaskferryError:
+        return plan  # what the trial has told
+    host = resident() + LIBRARIES + found.host_blockwise if blocks else plan.memory_bytes
+    return replace(plan, device_bytes=found.blockwise if blocks else found.whole, memory_bytes=host)
+
+
+def method_cost(job: Job, method: Method, own: Mapping[str, Any], scale: float | str | None) -> Cost:
+    """With the losses that a scale takes."""
     cost = method.cost(job, own)
     looked_at = EVALUATIONS if scale == "auto" and cost.evaluations == 0 else 2 if scale is not None else 0
     folds = FOLDS if scale == "auto" and method.needs.maps else cost.folds
-    cost = replace(cost, evaluations=cost.evaluations + looked_at, folds=folds)
+    return replace(cost, evaluations=cost.evaluations + looked_at, folds=folds)
+
+
+def plan_sizes(
+    job: Job,
+    method: Method,
+    own: Mapping[str, Any],
+    precisions: tuple[torch.dtype, torch.dtype],
+    limit: float,
+) -> Plan:
+    """Memory of a device with so many GB, by engine: no weights are needed, and no time is told."""
+    job = job.in_folds()
+    found = on_device(job, method_cost(job, method, own, "auto"), precisions)
     left_out = {} if job.every_site else unchanged(job.pair.pairs, job.tau.deltas.keys())
-    if isinstance(job.pair, BlockPair):
-        return plan_blocks(job.pair, job.pair.wanted(left_out), cost)
-    pairs = job.pair.wanted(left_out)
-    return plan_whole(job.pair, pairs, cost, None if refinement is None else _trained(job, pairs, refinement))
+    plan = Plan(
+        pairs=len(job.pair.wanted(left_out)),
+        sites=len(job.pair.target_sites),
+        tokens=_tokens(job.calibration),
+        statistics_bytes=0,
+        weights_bytes=found.weights,
+        memory_bytes=0,
+        stages={},
+        engines={"whole": found.whole, "blockwise": found.blockwise},
+        limit=limit,
+    )
+    engine = "whole" if plan.fits("whole") else "blockwise"
+    host = LIBRARIES + {"whole": found.host_whole, "blockwise": found.host_blockwise}[engine]
+    return replace(plan, memory_bytes=resident() + host, device_bytes=plan.engines[engine])
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,9 @@ class PlanSettings(MethodSettings):
     first: ClassVar[tuple[str, ...]] = (*_PAIR, "effort", "samples")
 
     source_tuned: str | None = Field(None, description="the tuned source: only its maps are counted")
+    device_memory: float | None = Field(
+        None, gt=0, description="GB of a device: which engine fits, from the configurations alone, without weights"
+    )
 
 
 class FitSettings(MethodSettings, Writing):

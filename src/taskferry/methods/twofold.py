@@ -84,9 +84,11 @@ def twofold(
     curve = job.best_scale(moved.judged, rounds=0 if again else ROUNDS)
     if again and curve.helps:
         both = (BASE, Point(halfway * job.tau, halfway * curve.best * moved.tau))
+        del moved  # its maps go before the next are made
         moved, point = job.move(replace(capture, points=both), maps, "halfway", sites), 2
         curve = job.best_scale(moved.judged)
     elif again:  # the first maps are rough: what does not help by them may still help by those of one point
+        del moved
         moved = job.move(capture, maps, "base", sites)
         curve = job.best_scale(moved.judged)
     scale = curve.best if curve.helps else 1.0  # what does not help is left as it is: the verdict refuses it
