@@ -33,11 +33,11 @@ from taskferry.sites.pairing import Pair
 META = torch.device("meta")
 
 
-class Live(TorchDispatchMode):
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the meta tensors that are alive, from the moment that an operation makes them."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.used = self.peak = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -116,14 +116,12 @@ def rehearse(
                 if len(marks) == 3:
                     held.extend((dict(micro_batch.inputs), dict(micro_batch.outputs)))
 
-            sides = [
+            source_side, target_side = (
                 Side(model, _loss(model.get_submodule(path), call, mark))
                 for model, path, call in zip(models, paths, calls, strict=True)
-            ]
-            statistics = Statistics(capture=capture)
-            micro_batch = MicroBatch(
-                *sides, {pair.target.name: pair for pair in pairs}, statistics, capture, *batches, copy=False
             )
+            statistics, by_target = Statistics(capture=capture), {pair.target.name: pair for pair in pairs}
+            micro_batch = MicroBatch(source_side, target_side, by_target, statistics, capture, *batches, copy=False)
             micro_batch.batch_A, micro_batch.batch_B = (_on_meta(batch) for batch in batches)
             with torch.enable_grad():
                 micro_batch.run()
