@@ -173,11 +173,13 @@ def test_the_last_line_can_be_pasted(world: Path, tmp_path: Path) -> None:
     (desk / "test.jsonl").write_text((world / "data.jsonl").read_text())
     options = given(world, Path("moved"), calibration="data.jsonl")
     ran = taskferry("transfer", *options, "--method", "bico", "--scale", "0.01", "--samples", 8, cwd=desk)
+    if "worse" in ran.out:  # which way a tiny step goes rests on the tie-breaks of a trained tokenizer
+        assert "rm -r moved, then the same command without --scale" in ran.out
+        return
     line = next(line for line in ran.out.splitlines() if "taskferry evaluate" in line)
-    if "worse" not in ran.out:
-        words = line.split("taskferry ", 1)[1].split()
-        assert words[-2:] == ["--test", "test.jsonl"]
-        assert "per token" in taskferry(*words, cwd=desk).out
+    words = line.split("taskferry ", 1)[1].split()
+    assert words[-2:] == ["--test", "test.jsonl"]
+    assert "per token" in taskferry(*words, cwd=desk).out
 
 
 def test_what_is_said_of_a_mistake(world: Path, tmp_path: Path) -> None:
