@@ -62,7 +62,11 @@ def options(shared: Path) -> list[object]:
     return ["--calibration", data, "--samples", 16, "--max-length", 24, "--method", "bico", "--scale", 1, "--json"]
 
 
-@pytest.mark.parametrize(("source", "target"), [("minilm", "gte"), ("gte", "minilm")], ids=["deeper", "shallower"])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("minilm", "gte"), pytest.param("gte", "minilm", marks=pytest.mark.every)],
+    ids=["deeper", "shallower"],
+)
 def test_a_lora_moves_and_loads_with_peft(
     shared: Path, tuned: dict[str, Path], options: list[object], tmp_path: Path, source: str, target: str
 ) -> None:
@@ -115,7 +119,11 @@ def lora_as_dense(folder: Path, alignment: Alignment) -> TaskVector:
     return TaskVector(deltas)
 
 
-@pytest.mark.parametrize(("source", "target"), [("minilm", "gte"), ("gte", "minilm")], ids=["deeper", "shallower"])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [pytest.param("minilm", "gte", marks=pytest.mark.every), ("gte", "minilm")],
+    ids=["deeper", "shallower"],
+)
 def test_a_full_fine_tune_moves_and_loads_with_transformers(
     shared: Path, tuned: dict[str, Path], options: list[object], tmp_path: Path, source: str, target: str
 ) -> None:
