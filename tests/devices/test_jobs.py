@@ -74,8 +74,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         ("language", {"engine": "blockwise"}),
         ("language", {"refine": 2, "scale": 1.0}),
         ("texts", {}),
-        ("texts", {"engine": "blockwise", "method": "bico"}),
-        ("texts", {"as_lora": True, "rank": 2, "refine": 2, "scale": 1.0}),
+        pytest.param("texts", {"engine": "blockwise", "method": "bico"}, marks=pytest.mark.every),
+        pytest.param("texts", {"as_lora": True, "rank": 2, "refine": 2, "scale": 1.0}, marks=pytest.mark.every),
     ],
 )
 def test_a_transfer_writes_the_same_bytes(world: Path, tmp_path: Path, kind: str, more: dict[str, Any]) -> None:

@@ -43,7 +43,9 @@ def seen(given: dict[str, Any], engine: str, out: Path) -> int:
     ("widths", "depths", "modules", "dtype", "more"),
     [
         ((32, 48), (2, 3), ["q_proj", "v_proj"], "bfloat16", {"method": "bico"}),
-        ((32, 48), (5, 4), ["q_proj", "v_proj", "down_proj"], "float32", {"effort": "fast"}),
+        pytest.param(
+            (32, 48), (5, 4), ["q_proj", "v_proj", "down_proj"], "float32", {"effort": "fast"}, marks=pytest.mark.every
+        ),
     ],
     ids=["half", "several"],
 )
