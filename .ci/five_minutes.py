@@ -56,7 +56,7 @@ def main() -> None:
     seconds = time.monotonic() - started
     if done.returncode:
         sys.exit(f"docs/start.md: a command failed with {done.returncode}")
-    losses = [float(found) for found in re.findall(r"^loss +([\d.]+) a token", done.stdout, re.M)]
+    losses = [float(found) for found in re.findall(r"^loss +([\d.]+) per token", done.stdout, re.M)]
     if len(losses) != 2 or not losses[1] < losses[0]:
         sys.exit(f"docs/start.md promises a lower loss after the move, they are {losses}")
     print(f"docs/start.md: {seconds:.0f} s from nothing, losses {losses}")
