@@ -30,7 +30,7 @@ from benchmarks.shared import common
 SENTENCE = "the ship carries what was learned on one shore to another and nobody trains it again under way"
 WORDS = SENTENCE.split()
 FORETOLD = 0.25
-FORETOLD_QUICK = 0.5  # of small models the process itself is the largest part, which no plan is about
+FORETOLD_QUICK = 0.5  # too much: of small models most is libraries, whose pages a system may take back under way
 OK = (0, 3)  # 3: no scale helps random weights, which is an answer too
 
 
@@ -164,7 +164,7 @@ def outcome(plan: dict[str, Any], found: dict[str, Any], limit: int, minutes: fl
         missed.append(f"killed: resident memory passed {limit / 2**30:.1f} GiB")
     elif found["code"] not in OK:
         missed.append(f"exit code {found['code']}: {found['output'][-400:]}")
-    if abs(plan["memory_bytes"] / max(1, found["peak"]) - 1) > (FORETOLD_QUICK if quick else FORETOLD):
+    if not -FORETOLD <= plan["memory_bytes"] / max(1, found["peak"]) - 1 <= (FORETOLD_QUICK if quick else FORETOLD):
         missed.append(f"the plan said {plan['memory_bytes'] / 1e9:.2f} GB, the peak was {found['peak'] / 1e9:.2f} GB")
     if found["seconds"] > 60 * minutes:
         missed.append(f"{found['seconds'] / 60:.0f} minutes, the bound is {minutes}")
