@@ -112,13 +112,18 @@ def _in_chunks(
     return Calibration(zip(first, second, strict=True))
 
 
+def fill_padding(tokenizer: Any) -> None:
+    """Texts of one batch are padded by something, where a tokenizer has no token for it."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
 def _encoded(
     tokenizer: Any, first: Sequence[str], second: Sequence[str] | None, max_length: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What a model takes, and character offsets where the tokenizer gives them."""
     fast = bool(getattr(tokenizer, "is_fast", False))
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    fill_padding(tokenizer)
     encoded = tokenizer(
         list(first),
         second,

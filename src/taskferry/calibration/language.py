@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from taskferry.calibration.batch import IGNORED, Batch, Calibration
-from taskferry.calibration.builders import in_micro_batches
+from taskferry.calibration.builders import fill_padding, in_micro_batches
 from taskferry.calibration.pictured import text_of
 from taskferry.errors import TaskferryError
 
@@ -176,8 +176,7 @@ def _encode(
     tokenizer: Any, texts: list[str], max_length: int, chat: bool = False, keep_end: bool = False
 ) -> dict[str, Tensor]:
     check_fast(tokenizer)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    fill_padding(tokenizer)
     # Of a prompt and its answer the end matters: cut the beginning.
     side, tokenizer.truncation_side = tokenizer.truncation_side, "left" if keep_end else "right"
     try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from taskferry.calibration.batch import IGNORED, Batch, Calibration
-from taskferry.calibration.builders import in_micro_batches
+from taskferry.calibration.builders import fill_padding, in_micro_batches
 from taskferry.calibration.language import Place, Segment, check_fast, rendered_chat, spans_of
 from taskferry.errors import TaskferryError, first_line
 
@@ -39,8 +39,7 @@ def seeing_calibration(
     def batch(processor: Any, chosen: range) -> Batch:
         tokenizer = processor.tokenizer
         check_fast(tokenizer)
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
+        fill_padding(tokenizer)
         chats = [rendered_chat(processor, samples[i]) for i in chosen]
         try:
             encoded = processor(
@@ -62,8 +61,7 @@ def seeing_calibration(
         spans, counted = spans_of(offsets, [places for _, places in chats])
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         inputs["labels"] = ids.masked_fill((mask == 0) | ~counted, IGNORED)
-        first = {"input_ids": ids}
-        return Batch({**first, **inputs}, None, tuple(chosen), {"tokens": spans})
+        return Batch({"input_ids": ids, **inputs}, None, tuple(chosen), {"tokens": spans})
 
     made = in_micro_batches(len(rows), micro_batch, batch, processor_A, processor_B)
     tokenizers = processor_A.tokenizer, (processor_B or processor_A).tokenizer

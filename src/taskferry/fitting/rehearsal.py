@@ -44,7 +44,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(made):
-            if isinstance(leaf, Tensor) and leaf.is_meta:
+            if _is_meta(leaf):
                 self._hold(leaf.untyped_storage())
         return made
 

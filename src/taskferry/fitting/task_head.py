@@ -99,7 +99,7 @@ class _Seen(Exception):
 
 def head_inputs(model: nn.Module, head: str, batches: Sequence[Batch]) -> Tensor:
     """[N, d] what a head reads of each sample; of tokens the last one, which such classifiers score."""
-    family, place, halving = family_of(model), place_of(model), Halving()
+    family, place = family_of(model), place_of(model)
     seen: list[Tensor] = []
 
     def look(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -120,6 +120,6 @@ def head_inputs(model: nn.Module, head: str, batches: Sequence[Batch]) -> Tensor
     handle = model.get_submodule(head).register_forward_pre_hook(look)
     try:
         with torch.no_grad(), frozen(model):
-            return torch.cat([part for batch in batches for part in halving.run(read, batch)])
+            return torch.cat(Halving().each(read, batches))
     finally:
         handle.remove()

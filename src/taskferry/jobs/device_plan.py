@@ -16,7 +16,6 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from taskferry.engines.whole import unchanged
 from taskferry.errors import TaskferryError
 from taskferry.fitting.rehearsal import Rehearsal, on_meta, rehearse
 from taskferry.fitting.scale import START
@@ -51,10 +50,9 @@ def on_device(
 
     `products`: whether maps are solved by products of matrices alone, as they are on CUDA.
     """
-    left_out = {} if job.every_site else unchanged(job.pair.pairs, job.tau.deltas.keys())
     given = precisions or (None, None)
     models = on_meta(job.source, given[0]), on_meta(job.target, given[1])
-    sizes = _Sizes(job, models, job.pair.wanted(left_out), cost, products)
+    sizes = _Sizes(job, models, job.wanted, cost, products)
     blocks, outer = sizes.blocks, sizes.outer
     return OnDevice(
         whole=sizes.whole(),
@@ -101,13 +99,14 @@ class _Sizes:
         return rehearse(self.models, paths, mine, batches, Capture(sums=self.cost.sums))
 
     @cached_property
-    def rows(self) -> int:
-        """Tokens of a capture that both models have."""
+    def seen(self) -> int:
+        """Tokens that both models have, of all captures."""
         masks = [B.inputs.get("attention_mask") for _, B in self.job.calibration]
-        return sum(
+        rows = sum(
             size(B) if mask is None else int(mask.sum())
             for mask, (_, B) in zip(masks, self.job.calibration, strict=True)
         )
+        return rows * max(1, self.cost.captures)
 
     def kinds(self, pairs: Iterable[Pair]) -> Kinds:
         """Of every map of some pairs: its kind of sums, and its widths."""
@@ -116,24 +115,21 @@ class _Sizes:
 
     def sums(self, kinds: Kinds) -> int:
         """With those of folds."""
-        seen = self.rows * max(1, self.cost.captures)
-        return sum(sums_bytes(kind, seen, *shape, self.cost.folds) for kind, shape in kinds)
+        return sum(sums_bytes(kind, self.seen, *shape, self.cost.folds) for kind, shape in kinds)
 
     def maps(self, kinds: Kinds) -> int:
         """One version of them."""
         low_rank = self.job.tau.low_rank and not self.job.every_site
         total = 0
-        seen = self.rows * max(1, self.cost.captures)
         for kind, (a, b) in kinds:
-            factors = min(a, b, seen) * (a + b)
-            dense = not low_rank or (self.products and not _few(kind, seen, a, b))
+            factors = min(a, b, self.seen) * (a + b)
+            dense = not low_rank or (self.products and not _few(kind, self.seen, a, b))
             total += 4 * (min(factors, a * b) if dense else factors)
         return total
 
     def workspace(self, kinds: Kinds) -> int:
         """Of the largest decomposition, in float64."""
-        seen = self.rows * max(1, self.cost.captures)
-        return max(_workspace(kind, seen, *shape, self.products) for kind, shape in kinds)
+        return max(_workspace(kind, self.seen, *shape, self.products) for kind, shape in kinds)
 
     def moving(self, side: int) -> int:
         """A copy of the weights that move."""

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from taskferry.calibration.batch import Batch, Calibration
 from taskferry.engines.blocks import BlockPair
 from taskferry.engines.pair import ModelPair
-from taskferry.engines.whole import unchanged
 from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Side, collect
 from taskferry.fitting.models import device_of
@@ -61,9 +60,7 @@ def plan_job(
     refinement: Refinement | None = None,
 ) -> Plan:
     """What a method will take on a job; `scale` is None where none is looked at."""
-    cost = method_cost(job, method, own, scale)
-    left_out = {} if job.every_site else unchanged(job.pair.pairs, job.tau.deltas.keys())
-    pairs = job.pair.wanted(left_out)
+    cost, pairs = method_cost(job, method, own, scale), job.wanted
     if isinstance(job.pair, BlockPair):
         return _away(job, cost, plan_blocks(job.pair, pairs, cost))
     trained = None if refinement is None else _trained(job, pairs, refinement)
@@ -73,7 +70,6 @@ def plan_job(
 
 def _away(job: Job, cost: Cost, plan: Plan) -> Plan:
     """Where models lie on a device: its memory by arithmetic, where the models can be rehearsed without weights."""
-    blocks = isinstance(job.pair, BlockPair)
     lazy = job.pair.lazy if isinstance(job.pair, BlockPair) else ()
     devices = [each.device for each in lazy] or [device_of(model) for model in (job.source, job.target)]
     if all(device.type == "cpu" for device in devices):
@@ -83,8 +79,9 @@ def _away(job: Job, cost: Cost, plan: Plan) -> Plan:
         found = on_device(job, cost, precisions, products=devices[0].type == "cuda")
     except TaskferryError:
         return plan  # what the trial has told
-    host = resident() + LIBRARIES + found.host_blockwise if blocks else plan.memory_bytes
-    return replace(plan, device_bytes=found.blockwise if blocks else found.whole, memory_bytes=host)
+    if not lazy:
+        return replace(plan, device_bytes=found.whole)
+    return replace(plan, device_bytes=found.blockwise, memory_bytes=resident() + LIBRARIES + found.host_blockwise)
 
 
 def method_cost(job: Job, method: Method, own: Mapping[str, Any], scale: float | str | None) -> Cost:
@@ -105,9 +102,8 @@ def plan_sizes(
     """Memory of a device with so many GB, by engine: no weights are needed, and no time is told."""
     job = job.in_folds()
     found = on_device(job, method_cost(job, method, own, "auto"), precisions)
-    left_out = {} if job.every_site else unchanged(job.pair.pairs, job.tau.deltas.keys())
     plan = Plan(
-        pairs=len(job.pair.wanted(left_out)),
+        pairs=len(job.wanted),
         sites=len(job.pair.target_sites),
         tokens=_tokens(job.calibration),
         statistics_bytes=0,

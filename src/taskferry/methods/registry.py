@@ -32,6 +32,7 @@ from taskferry.fitting.statistics import Capture
 from taskferry.maths.sums import CrossCovariance
 from taskferry.sites import family_of
 from taskferry.sites.family import HEAD
+from taskferry.sites.pairing import Pair
 from taskferry.taskvector import TaskVector
 
 STANDARD = "standard"  # effort: a method's own defaults
@@ -94,13 +95,22 @@ class Job:
             return self
         return replace(self, pair=self.pair.with_calibration(self.calibration.in_folds(FOLDS)))
 
+    @property
+    def still(self) -> dict[str, str]:
+        """Target sites that nothing moves to, with the reason."""
+        return {} if self.every_site else unchanged(self.pair.pairs, self.tau.deltas.keys())
+
+    @property
+    def wanted(self) -> list[Pair]:
+        """The pairs that are fitted."""
+        return self.pair.wanted(self.still)
+
     def move(
         self, capture: Capture, maps: MapOptions, stage: str = "", left_out: Mapping[str, str] | None = None
     ) -> Moved:
         """Fit what is needed, and move the task vector. `left_out`: target sites that stay, with the reason."""
-        still = {} if self.every_site else unchanged(self.pair.pairs, self.tau.deltas.keys())
         capture = replace(capture, folds=self.calibration.folds)
-        return self.pair.move(self.tau, capture, maps, {**still, **(left_out or {})}, stage)
+        return self.pair.move(self.tau, capture, maps, {**self.still, **(left_out or {})}, stage)
 
     def losses(self, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[float]:
         """The mean loss at each scale; `changes` are `Moved.judged`."""
