@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ from taskferry.training import FineTuning, finetune
 SMOL, GEMMA = "smollm2-135m-instruct", "gemma-3-270m"
 SMALL, LARGE = "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct"
 PAIRS = ((SMOL, GEMMA), (GEMMA, SMOL), (SMOL, SMALL), (SMALL, LARGE), (LARGE, SMALL))
-LENGTH, TEST, BATCH = 96, 400, 8
+LENGTH, TEST, BATCH = 96, 400, 20
 LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 PROTOCOL = FineTuning(
     steps=120, batch=8, learning_rate=1e-3, weight_decay=0.0, warmup=10, validation=0.0, every=40, precision="float32"
@@ -154,23 +155,46 @@ def run_cell(
         yield
 
 
+def share(cell: dict[str, Any], score: float) -> float:
+    """Of the points that a LoRA trained on the target gains."""
+    return 100 * (score - cell["target"]) / (cell["oracle"] - cell["target"])
+
+
+def summary(cells: dict[str, Any]) -> str:
+    """Over all cells of a number of samples: what each way recovers, and what it takes."""
+    rows = []
+    for count in sorted({key.split()[3] for key in cells}, key=int):
+        some = [cell for key, cell in cells.items() if key.split()[3] == count]
+        for name in WAYS:
+            found = [(cell, cell["ways"][name]) for cell in some if "score" in cell["ways"].get(name, {})]
+            if found:
+                shares = [share(cell, way["score"]) for cell, way in found]
+                spread = f" ± {statistics.stdev(shares):.0f}" if len(shares) > 1 else ""
+                least = min(way["score"] - cell["target"] for cell, way in found)
+                cost = statistics.mean(way["cpu"] / cell["oracle cpu"] for cell, way in found)
+                rows.append([count, name, str(len(found)), f"{statistics.mean(shares):.0f}{spread} %",
+                             f"{least:+.1f}", f"{cost:.2f}"])  # fmt: skip
+    header = ["N", "way", "cells", "share of the oracle's gain", "least gain, points", "cost, of training the oracle"]
+    return common.table(header, rows)
+
+
 def table(cells: dict[str, Any]) -> str:
     rows = []
     for key, cell in cells.items():
         task, source, target, count, _seed = key.split()
         where = [f"{task}, {source} → {target}", count]
         rows.append([*where, "target", f"{cell['target']:.1f}", f"{cell['target loss']:.2f}", "", ""])
-        gain = cell["oracle"] - cell["target"]
         for name in WAYS:
             way = cell["ways"].get(name, {})
             if "score" in way:
-                share = f"{100 * (way['score'] - cell['target']) / gain:.0f} %"
+                recovered = f"{share(cell, way['score']):.0f} %"
                 rows.append(
-                    ["", "", name, f"{way['score']:.1f}", f"{way.get('loss', 0):.2f}", share, f"{way['cpu']:.0f}"]
+                    ["", "", name, f"{way['score']:.1f}", f"{way.get('loss', 0):.2f}", recovered, f"{way['cpu']:.0f}"]
                 )
         rows.append(["", "", "LoRA of all samples on the target (oracle)", f"{cell['oracle']:.1f}",
                      f"{cell['oracle loss']:.2f}", "100 %", f"{cell['oracle cpu']:.0f}"])  # fmt: skip
-    return common.table(["", "N", "way", "right answers", "loss", "share of the oracle's gain", "CPU-seconds"], rows)
+    every = common.table(["", "N", "way", "right answers", "loss", "share of the oracle's gain", "CPU-seconds"], rows)
+    return f"{summary(cells)}\n\n{every}"
 
 
 def main() -> None:

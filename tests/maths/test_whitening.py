@@ -246,3 +246,40 @@ def test_numbers_that_are_not_finite_are_refused_by_name() -> None:
         sums.add(X, X)
         with pytest.raises(TaskferryError, match=r"layer\.7.*not finite"):
             list(solve_all({"layer.7": sums}))
+
+
+@pytest.mark.parametrize("kind", [CrossCovariance, Whitened])
+@pytest.mark.parametrize("count", [20, 300], ids=["rows", "sums"])
+def test_a_total_is_added_up_when_it_is_used(kind: type[CrossCovariance], count: int) -> None:
+    """Until then its parts take memory once; they stay as they are."""
+    parts = [kind(40, 50) for _ in range(2)]
+    merged, total = kind(40, 50), kind(40, 50)
+    for i, part in enumerate(parts):
+        part.add(rows(count, 40, i), rows(count, 50, 10 + i))
+        merged.merge(part)
+    before = [part.state() for part in parts]
+    total.total_of(parts)
+    assert total.C is None
+    assert not total._pending
+    assert relative(total.plain().matrix(), merged.plain().matrix()) < 1e-12
+    R, quality = total.solve()
+    expected, as_merged = merged.solve()
+    assert relative(R.dense(), expected.dense()) < 1e-10
+    assert quality == as_merged
+    assert total.rows == 2 * count
+    for part, state in zip(parts, before, strict=True):
+        assert all(torch.equal(part.state()[name], value) for name, value in state.items())
+
+
+def test_a_total_of_totals_and_of_tiny_sums() -> None:
+    parts = [CrossCovariance(40, 50) for _ in range(3)]
+    for i, part in enumerate(parts):
+        part.add(rows(60, 40, i), rows(60, 50, 10 + i))
+    two, all_three = CrossCovariance(40, 50), CrossCovariance(40, 50)
+    two.total_of(parts[:2])
+    all_three.total_of([two, parts[2]])
+    assert relative(all_three.matrix(), sum(part.matrix() for part in parts)) < 1e-12
+    tiny, other = CrossCovariance(4, 5), CrossCovariance(4, 5)
+    other.add(rows(60, 4, 0), rows(60, 5, 1))
+    tiny.total_of([other])
+    assert tiny.C is not None  # solved in batches, which look at it

@@ -123,8 +123,10 @@ def moved_by(model: nn.Module, tau: TaskVector) -> Iterator[Callable[[float], No
     @full_precision()
     def set_scale(scale: float) -> None:
         for parameter, base, delta in moving:
-            change = as_dense(delta)
-            parameter.copy_(base + scale * change.to(base.device))
+            if isinstance(delta, LowRank) and delta.left.ndim == 2 and delta.left.dtype == base.dtype:
+                parameter.copy_(torch.addmm(base, delta.left, delta.right, alpha=scale))
+            else:
+                parameter.copy_(base + scale * as_dense(delta).to(base.device))
 
     try:
         yield set_scale

@@ -40,6 +40,7 @@ class Capture:
     inputs: Signal = "activations"  # x, or the gradient of the loss with respect to x through this site
     outputs: Signal = "gradients"  # the gradient with respect to y, or y
     sums: type[CrossCovariance] = CrossCovariance  # of the output side
+    directions: int = 0  # the most that a map of wide spaces has; 0: as many as there are
     points: tuple[Point, ...] = (BASE,)
     identity: Literal["inputs", "outputs"] | None = None  # a side whose coordinates stay as they are
     again: bool = False  # whether another capture will add a point to this one: its sums stay where they fit
@@ -58,18 +59,17 @@ class Capture:
     def numbers(self, pair: Pair) -> int:
         """Of the sums of a pair."""
         (out_A, in_A), (out_B, in_B) = pair.source.shape, pair.target.shape
-        parts = self.folds + (self.folds > 1)  # and their total
         shared = bool(pair.target.expert) and not pair.target.role.endswith("down")  # all experts read one tensor
         inputs = 0 if shared and self.inputs == "activations" else CrossCovariance.numbers(in_A, in_B)
-        return parts * (self.sums.numbers(out_A, out_B) + inputs)
+        return self.folds * (self.sums.numbers(out_A, out_B) + inputs)
 
     def start(self, inputs: bool, d_A: int, d_B: int, exact: bool = False) -> CrossCovariance:
         """Empty sums for one side of a site."""
-        return (CrossCovariance if inputs else self.sums)(d_A, d_B, exact=exact)
+        return (CrossCovariance if inputs else self.sums)(d_A, d_B, exact=exact, directions=self.directions)
 
     def key(self) -> str:
         """The same for captures that see the same."""
-        what = (self.inputs, self.outputs, self.sums.__name__, self.identity, self.folds, self.again)
+        what = (self.inputs, self.outputs, self.sums.__name__, self.directions, self.identity, self.folds, self.again)
         digest = hashlib.sha256(repr(what).encode())
         for point in self.points:
             for side, tau in (("source", point.source), ("target", point.target)):
@@ -152,15 +152,18 @@ class Statistics(Paired[CrossCovariance]):
 
 
 def _total(parts: list[Statistics]) -> Statistics:
-    """The sums of several parts together; the parts stay as they are."""
+    """The sums of several parts together, each added up when it is solved; the parts stay as they are."""
     total = Statistics(capture=parts[0].capture, exact=parts[0].exact)
     for part in parts:
         for name, keys in part.reads.items():
             known = total.reads.setdefault(name, [])
             known += [key for key in keys if key not in known]
-        for inputs, mine, its in ((True, total.inputs, part.inputs), (False, total.outputs, part.outputs)):
-            for key, sums in its.items():
-                if key not in mine:
-                    mine[key] = total.capture.start(inputs, sums.d_A, sums.d_B, total.exact)
-                mine[key].merge(sums)
+    for inputs, mine, its in (
+        (True, total.inputs, [part.inputs for part in parts]),
+        (False, total.outputs, [part.outputs for part in parts]),
+    ):
+        for key in dict.fromkeys(key for sums in its for key in sums):
+            some = [sums[key] for sums in its if key in sums]
+            mine[key] = total.capture.start(inputs, some[0].d_A, some[0].d_B, total.exact)
+            mine[key].total_of(some)
     return total

@@ -47,11 +47,8 @@ def apply_cost(source: tuple[int, int], target: tuple[int, int]) -> int:
 
 
 def sums_bytes(kind: type[CrossCovariance], rows: int, d_A: int, d_B: int, folds: int = 1) -> int:
-    """Of the sums of one map; those of folds stand beside their total, which refers to their rows where it has few."""
-    if folds == 1:
-        return 4 * kind.numbers_of(rows, d_A, d_B)
-    parts, whole = folds * kind.numbers_of(rows // folds, d_A, d_B), kind.numbers_of(rows, d_A, d_B)
-    return 4 * (parts if whole == rows * (d_A + d_B) else parts + whole)
+    """Of the sums of one map, those of each fold; their total is made when its map is solved."""
+    return 4 * folds * kind.numbers_of(rows // folds, d_A, d_B)
 
 
 def size(batch: Batch) -> int:

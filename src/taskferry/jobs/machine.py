@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from taskferry.maths.procrustes import procrustes, procrustes_from_rows
+from taskferry.maths.subspace import is_wide
 from taskferry.methods import Cost
 
 SQUARE = (64, 256, 768, 1536)  # widths at which a map is solved; between and beyond, a power law through two of them
@@ -56,23 +57,26 @@ class Machine:
         block = bytes(2**24)
         return len(block) / _seconds(lambda: hashlib.sha256(block).digest())
 
-    def solve_seconds(self, tokens: int, d_A: int, d_B: int, folds: int = 1) -> float:
+    def solve_seconds(self, tokens: int, d_A: int, d_B: int, folds: int = 1, directions: int = 0) -> float:
         """One map of so many tokens, by the solver that would be chosen; and those without each of the folds."""
         if folds > 1:
-            left = self.solve_seconds(tokens * (folds - 1) // folds, d_A, d_B)
-            return self.solve_seconds(tokens, d_A, d_B) + folds * left
+            left = self.solve_seconds(tokens * (folds - 1) // folds, d_A, d_B, directions=directions)
+            return self.solve_seconds(tokens, d_A, d_B, directions=directions) + folds * left
         n, m = min(d_A, d_B), max(d_A, d_B)
         if tokens * (d_A + d_B) <= d_A * d_B:
             wider = max(0, d_A + d_B - 4 * tokens) * tokens * tokens
             return self._power_law(ROWS, self._rows, tokens) + QR * wider / self.product64
+        if is_wide(n, directions):
+            found = 3 * d_A * d_B * directions / self.product + QR * directions**2 * m / self.product64
+            return found + self._power_law(SQUARE, self._square, directions)
         wider = (m - n) * n * n  # the Gram matrix and V in float64, R in float32
         return self._power_law(SQUARE, self._square, n) + wider * (1.6 / self.product64 + 1.0 / self.product)
 
     def solving_seconds(self, cost: Cost, tokens: int, d_A: int, d_B: int) -> float:
         """One map by a method: rough ones on the way, then that of the rows of all captures."""
         rows = max(1, cost.captures) * tokens
-        rough = cost.rough * self.solve_seconds(tokens, d_A, d_B)
-        return rough + cost.solves * self.solve_seconds(rows, d_A, d_B, cost.folds)
+        rough = cost.rough * self.solve_seconds(tokens, d_A, d_B, directions=cost.directions)
+        return rough + cost.solves * self.solve_seconds(rows, d_A, d_B, cost.folds, cost.directions)
 
     def _power_law(self, sizes: Sequence[int], measure: Callable[[int], float], n: int) -> float:
         """Through the two measured sizes next to n, or the two largest; never steeper than a cube."""

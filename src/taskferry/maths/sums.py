@@ -12,7 +12,7 @@ in the last block of a class-token model all tokens but one have no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, TypeVar
 
@@ -26,10 +26,12 @@ from taskferry.maths.procrustes import (
     NOT_FINITE,
     Map,
     Spectrum,
+    partial_isometry,
     procrustes,
     procrustes_batch,
     procrustes_from_rows,
 )
+from taskferry.maths.subspace import by_strongest, is_wide
 
 BATCH = 16  # maps in one batched decomposition
 TINY = 32  # the width up to which a CPU gains by it (measured; above, each LAPACK call fills the cores)
@@ -83,7 +85,9 @@ class CrossCovariance:
     energy_B: float | Tensor = 0.0
     C: Tensor | None = None
     exact: bool = False  # add the micro-batches' products in float64, so that their order does not show
+    directions: int = 0  # the most that the map of a wide space has; 0: as many as there are
     _pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _parts: list[CrossCovariance] = field(default_factory=list)  # sums that this one is the total of, when it is used
 
     @staticmethod
     def alive(X: Tensor) -> Tensor:
@@ -142,6 +146,7 @@ class CrossCovariance:
         """Add another part's sums to this one."""
         if (self.d_A, self.d_B) != (other.d_A, other.d_B):
             raise ValueError(f"cannot merge {other.d_A} x {other.d_B} into {self.d_A} x {self.d_B}")
+        other.settle()
         self.energy_A = self.energy_A + other.energy_A
         self.energy_B = self.energy_B + other.energy_B
         self.rows += other.rows
@@ -154,8 +159,20 @@ class CrossCovariance:
             if its is not None:
                 setattr(self, name, its.clone() if mine is None else mine + its.to(mine))
 
+    def total_of(self, parts: Sequence[CrossCovariance]) -> None:
+        """Be the total of other sums from the moment that it is used: until then they take memory once."""
+        self._parts = list(parts)
+        if min(self.d_A, self.d_B) <= TINY:
+            self.settle()
+
+    def settle(self) -> None:
+        """Add up what it is the total of."""
+        while self._parts:
+            self.merge(self._parts.pop(0))
+
     def ready(self) -> CrossCovariance:
         """The plain sums to decompose; these stay as they are."""
+        self.settle()
         return self
 
     def plain(self) -> CrossCovariance:
@@ -164,6 +181,7 @@ class CrossCovariance:
 
     def matrix(self) -> Tensor:
         """C as one matrix [d_A, d_B]."""
+        self.settle()
         self._sum_pending()
         return torch.zeros(self.d_A, self.d_B) if self.C is None else self.C
 
@@ -171,6 +189,7 @@ class CrossCovariance:
         self, *, rank: RankPolicy = "range", tolerance: float = DEFAULT_TOLERANCE, factored: bool = False
     ) -> tuple[Map, Quality]:
         """The Procrustes map of what has been added, and how good it is."""
+        self.settle()
         with full_precision():
             return self._solve(rank, tolerance, factored)
 
@@ -181,12 +200,24 @@ class CrossCovariance:
             if not bool(torch.isfinite(X_A).all() and torch.isfinite(X_B).all()):
                 raise ValueError(NOT_FINITE)
             R, spectrum = procrustes_from_rows(X_A, X_B, tolerance=tolerance, factored=factored)
+        elif rank == "range" and S.wide:
+            C = S.matrix()
+            if not bool(torch.isfinite(C).all()):
+                raise ValueError(NOT_FINITE)
+            parts = by_strongest(C, S.directions)
+            R, spectrum = partial_isometry(*parts, rank=rank, tolerance=tolerance, dtype=C.dtype, factored=factored)
         else:
             R, spectrum = procrustes(S.matrix(), rank=rank, tolerance=tolerance, factored=factored)
         return R, S._quality(spectrum)
 
+    @property
+    def wide(self) -> bool:
+        """Whether both spaces have many more directions than the map will."""
+        return is_wide(min(self.d_A, self.d_B), self.directions)
+
     def state(self) -> dict[str, Tensor]:
         """Tensors that hold all of it, for a safetensors file."""
+        self.settle()
         numbers = [self.rows, float(self.energy_A), float(self.energy_B)]
         state = {"numbers": torch.tensor(numbers, dtype=torch.float64)}
         if self.C is not None:
@@ -211,6 +242,7 @@ class CrossCovariance:
 
         Moments are added in float64 and rounded once, after the sum: the number of processes does not show.
         """
+        self.settle()
         mine = [self.rows, float(self.energy_A), float(self.energy_B), float(self.C is not None)]
         numbers = across.sum_everywhere(torch.tensor(mine, dtype=torch.float64))
         state = {"numbers": numbers[:3]}
@@ -224,7 +256,9 @@ class CrossCovariance:
                 moment = getattr(self, name)
                 moment = torch.zeros(self._shape(name)) if moment is None else moment
                 state[name] = across.sum_at(owner, moment.to(torch.float64, copy=True).contiguous()).float()
-        return type(self).from_state(self.d_A, self.d_B, state)
+        total = type(self).from_state(self.d_A, self.d_B, state)
+        total.directions = self.directions
+        return total
 
     def _shape(self, moment: str) -> tuple[int, int]:
         return {"C": (self.d_A, self.d_B), "A": (self.d_A, self.d_A), "B": (self.d_B, self.d_B)}[moment]
@@ -312,6 +346,7 @@ def _batch_together(first: CrossCovariance, other: CrossCovariance) -> bool:
     a, b = first.C, other.C
     if (
         type(first) is not type(other)
+        or is_wide(max(first.d_A, first.d_B), first.directions)
         or a is None
         or b is None
         or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device)

@@ -19,6 +19,7 @@ from torch import Tensor
 from taskferry.choices import RankPolicy
 from taskferry.maths.decompositions import by_eigh
 from taskferry.maths.procrustes import NOT_FINITE, Map, partial_isometry
+from taskferry.maths.subspace import is_wide, narrow_moment, narrow_rows
 from taskferry.maths.sums import CrossCovariance, Quality
 
 ROUNDING = 1e-6  # of the largest variance: what float32 sums leave of a direction that is not there
@@ -59,20 +60,41 @@ class Whitened(UnitRows):
 
     def plain(self) -> CrossCovariance:
         """The sums of the rows as they are, without the second moments."""
-        plain = CrossCovariance(self.d_A, self.d_B, self.rows, self.energy_A, self.energy_B, self.C, self.exact)
+        plain = CrossCovariance(
+            self.d_A, self.d_B, self.rows, self.energy_A, self.energy_B, self.C, self.exact, self.directions
+        )
         plain._pending = list(self._pending)
+        plain._parts = [part.plain() for part in self._parts]
         return plain
 
     def _solve(self, rank: RankPolicy, tolerance: float, factored: bool) -> tuple[Map, Quality]:
-        """The map of the whitened rows; rows that are still there are decomposed once, for whitening and map."""
-        if rank == "full" or self.C is not None or not (self._pending and self.rows):
+        """The map of the whitened rows, each side decomposed once, for whitening and map."""
+        if rank == "full" or not self.rows:
             return super()._solve(rank, tolerance, factored)
-        X_A, X_B = self._rows()
-        if not bool(torch.isfinite(X_A).all() and torch.isfinite(X_B).all()):
+        given = self._rows() if self.C is None else (self.A, self.B, self.C)
+        sides = [side for side in given if side is not None]
+        if not all(bool(torch.isfinite(side).all()) for side in sides):
             raise ValueError(NOT_FINITE)
-        U, sigma, V, energies = of_whitened_rows(X_A, X_B)
-        R, spectrum = partial_isometry(U, sigma, V, rank=rank, tolerance=tolerance, dtype=X_A.dtype, factored=factored)
+        if self.C is None and not is_wide(self.rows, self.directions):
+            U, sigma, V, energies = of_whitened_rows(*self._rows())
+        else:
+            U, sigma, V, energies = self._of_moments()
+        dtype = sides[0].dtype
+        R, spectrum = partial_isometry(U, sigma, V, rank=rank, tolerance=tolerance, dtype=dtype, factored=factored)
         return R, CrossCovariance(self.d_A, self.d_B, self.rows, *energies)._quality(spectrum)
+
+    def _of_moments(self) -> tuple[Tensor, Tensor, Tensor, tuple[float, float]]:
+        """U, σ, V and the energies, within the strongest directions of a side that has more than a map keeps."""
+        if self.C is None or self.A is None or self.B is None:
+            (Y_A, Q_A, mean_A), (Y_B, Q_B, mean_B) = (narrow_rows(X, self.directions) for X in self._rows())
+            A, B, C = Y_A.T @ Y_A, Y_B.T @ Y_B, Y_A.T @ Y_B
+        else:
+            (A, Q_A, mean_A), (B, Q_B, mean_B) = (narrow_moment(S, self.directions) for S in (self.A, self.B))
+            C = self.C.double()
+            C = C if Q_A is None else Q_A.T @ C
+            C = C if Q_B is None else C @ Q_B
+        U, sigma, V, energies = of_whitened_moments(A, B, C, mean_A, mean_B)
+        return U if Q_A is None else Q_A @ U, sigma, V if Q_B is None else Q_B @ V, energies
 
     def _few(self, rows: int) -> bool:
         """Decomposing a matrix of all pairs of rows is then less work than of all pairs of directions."""
@@ -80,6 +102,7 @@ class Whitened(UnitRows):
 
     def ready(self) -> CrossCovariance:
         """The plain sums of the whitened rows; numbers that are not finite stay, for the solver to refuse."""
+        self.settle()
         plain = CrossCovariance(self.d_A, self.d_B)
         if self.C is None and self._pending and self.rows:
             X_A, X_B = self._rows()
@@ -119,10 +142,28 @@ def inverse_root(S: Tensor) -> tuple[Tensor, float]:
 
     Zero on directions that no row has: whitening would make a signal of their rounding.
     """
+    V, root, energy = _roots(S, float(S.double().diagonal().mean()))
+    return (V * root) @ V.T, energy
+
+
+def _roots(S: Tensor, mean: float) -> tuple[Tensor, Tensor, float]:
+    """V [d, d] and the roots [d] of (S + ε I)^-½ = V diag(root) Vᵀ, and the energy; `mean` variance of a direction."""
     e, V = torch.linalg.eigh(S.double())
     e = e.clamp_min(0)
-    root = torch.where(e > ROUNDING * e.max(), (e + SHRINK * e.mean()).rsqrt(), 0.0)
-    return (V * root) @ V.T, float((e * root.square()).sum())
+    root = torch.where(e > ROUNDING * e.max(), (e + SHRINK * mean).rsqrt(), 0.0)
+    return V, root, float((e * root.square()).sum())
+
+
+def of_whitened_moments(
+    A: Tensor, B: Tensor, C: Tensor, mean_A: float, mean_B: float
+) -> tuple[Tensor, Tensor, Tensor, tuple[float, float]]:
+    """U, σ, V of (A + ε)^-½ C (B + ε)^-½ and the energy of either side's whitened rows.
+
+    With (A + ε)^-½ = V_A D_A V_Aᵀ: V_A (D_A V_Aᵀ C V_B D_B) V_Bᵀ, so that neither root is formed.
+    """
+    (V_A, D_A, energy_A), (V_B, D_B, energy_B) = _roots(A, mean_A), _roots(B, mean_B)
+    P, sigma, Q = by_eigh(D_A[:, None] * (V_A.T @ C @ V_B) * D_B)
+    return V_A @ P, sigma, V_B @ Q, (energy_A, energy_B)
 
 
 def row_space(X: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -185,6 +185,7 @@ class Cost:
     folds: int = 1  # of the samples: every map is solved without each of them as well
     rough: int = 0  # plain maps of one capture that are solved on the way
     sums: type[CrossCovariance] = CrossCovariance  # of the output side
+    directions: int = 0  # the most that a map of wide spaces has; 0: as many as there are
 
 
 @dataclass(frozen=True)

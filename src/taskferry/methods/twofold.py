@@ -35,15 +35,15 @@ ROWS = (
 )
 
 
-def costs(job: Job, *, halfway: float, views: int, whiten: bool, **_: Any) -> Cost:
+def costs(job: Job, *, halfway: float, views: int, whiten: bool, directions: int, **_: Any) -> Cost:
     """Captures grow with the augmented views; whitening decomposes about as much again as the maps do."""
     solves, sums = 2 if whiten else 1, Whitened if whiten else UnitRows
     if not len(job.tau):
-        return Cost(1, solves, sums=sums)
+        return Cost(1, solves, sums=sums, directions=directions)
     inputs = 1 if naming_head(job) is None else 1 + views
     captures = 1 + (halfway > 0)
     looked_at = (len(START) if halfway else 0) + len(START) + 3 * ROUNDS
-    return Cost(captures * inputs, solves, looked_at, FOLDS, captures - 1, sums)
+    return Cost(captures * inputs, solves, looked_at, FOLDS, captures - 1, sums, directions)
 
 
 @method(
@@ -61,6 +61,7 @@ def twofold(
     whiten: Annotated[bool, "whiten the gradients, so that every direction counts alike"] = True,
     views: Annotated[int, "augmented views of each image, which the tuned source labels"] = 0,
     patches: Annotated[bool, "move a patch embedding too"] = False,
+    directions: Annotated[int, "strongest directions that maps of more than twice as wide layers keep; 0: all"] = 512,
     map_rank: MapRank = "range",
     tolerance: Tolerance = DEFAULT_TOLERANCE,
 ) -> Moved:
@@ -74,7 +75,7 @@ def twofold(
     if any(name in left_out for name in job.tau.deltas):
         tau = TaskVector({name: delta for name, delta in job.tau.deltas.items() if name not in left_out})
         job = replace(job, tau=tau)
-    maps, capture = job.maps(map_rank, tolerance), Capture(sums=Whitened if whiten else UnitRows)
+    maps, capture = job.maps(map_rank, tolerance), Capture(sums=Whitened if whiten else UnitRows, directions=directions)
     if not len(job.tau):
         return replace(job.move(capture, maps, "base", sites), notes={"without a task vector": ALONE})
 
