@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from taskferry import LowRank, TaskferryError, TaskVector
 from taskferry.fitting.scale import moved_by
+from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.transfer import transfer
@@ -196,3 +198,31 @@ def test_settings_of_a_refinement_need_one(pair: dict[str, Any], tmp_path: Path)
     assert "cheaper" not in found
     many = taskferry("transfer", *words(pair), *out, "--refine", 100, "--dry-run", "--json").json["plan"]
     assert many["cheaper"].startswith("--method cold")
+
+
+def test_a_plan_for_real_language_models_says_what_got_further(
+    pair: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The models here are small: what counts as real is lowered for them."""
+
+    def told(**more: Any) -> str | None:
+        found: dict[str, str] = {}
+
+        class Lines(Reporter):
+            def plan(self, plan: Plan, lines: Mapping[str, str]) -> None:
+                found.update(lines)
+
+        given = TransferSettings(
+            **{name: str(value) for name, value in pair.items()}, out=str(tmp_path / "out"), **more
+        )
+        transfer(given, command="", reporter=Lines(), dry_run=True)
+        assert found["method"] == "twofold"
+        return found.get("if training is allowed")
+
+    assert told() is None
+    monkeypatch.setattr("taskferry.jobs.transfer.REAL", 1)
+    advice = told()
+    assert advice is not None
+    assert advice.startswith("--method cold --refine 30")
+    assert told(engine="blockwise") is None
+    assert told(refine=3) is None

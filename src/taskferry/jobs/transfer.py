@@ -10,7 +10,9 @@ from dataclasses import replace
 
 from taskferry.checkpoints import Adapter, Tuned
 from taskferry.disk.staging import check_free
+from taskferry.engines.pair import ModelPair
 from taskferry.errors import TaskferryError
+from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.scale import ScaleCurve
 from taskferry.fitting.task_head import MovedHead, TaskHead
 from taskferry.jobs.opening import Opened, opened
@@ -27,6 +29,7 @@ from taskferry.taskvector import LazyDeltas, TaskVector
 from taskferry.training.refinement import STAGE, refine
 
 MANY_STEPS = 100  # from where on a moved start was no better than none (docs/how-to/refine.md)
+REAL = 100_000_000  # parameters of the smallest language models that this was measured on (docs/results.md)
 ENGINES = {"whole": "both models in memory", "blockwise": "one block at a time", "ranks": "several processes"}
 
 
@@ -192,6 +195,7 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
         "method": " ".join([settings.method, *(f"{k}={v}" for k, v in settings.method_settings.items())]),
         **_efforts(settings),
         **_refining(settings),
+        **_training(settings, models.pair),
         "engine": ENGINES.get(models.pair.engine, models.pair.engine),
         "devices": _placed(models),
         "loss": f"{prepared.objectives[1].words}, {prepared.objectives[1].unit}",
@@ -208,6 +212,15 @@ def _refining(settings: TransferSettings) -> dict[str, str]:
     if settings.refine >= MANY_STEPS and settings.method != start:
         lines["cheaper"] = f"--method {start}: with so many steps training alone got as far on small models"
     return lines
+
+
+def _training(settings: TransferSettings, pair: ModelPair) -> dict[str, str]:
+    """What got further for less on real language models, where a user may train."""
+    real = sum(parameter.numel() for parameter in pair.target.parameters()) >= REAL
+    if settings.refine or pair.engine != "whole" or not real or not isinstance(pair.objectives[1], LanguageModel):
+        return {}
+    start = without_move().name
+    return {"if training is allowed": f"--method {start} --refine 30 got further for less on real language models"}
 
 
 def _efforts(settings: TransferSettings) -> dict[str, str]:
