@@ -220,7 +220,7 @@ def _training(settings: TransferSettings, pair: ModelPair) -> dict[str, str]:
     if settings.refine or pair.engine != "whole" or not real or not isinstance(pair.objectives[1], LanguageModel):
         return {}
     start = without_move().name
-    return {"if training is allowed": f"--method {start} --refine 30 got further for less on real language models"}
+    return {"if training is allowed": f"--refine 30 got much further on real models, --method {start} with it for less"}
 
 
 def _efforts(settings: TransferSettings) -> dict[str, str]:
