@@ -58,3 +58,21 @@ def test_pairs_that_are_missing_in_some_rows_are_told(world: Path, tmp_path: Pat
     given = ["--source-base", world / "bert", "--source-tuned", world / "tuned", "--target-base", world / "wide"]
     ran = taskferry("transfer", *given, "--calibration", tmp_path / "data.jsonl", "--out", tmp_path / "x", code=2)
     assert "1 of 12 rows have no text_pair" in ran.err
+
+
+@pytest.mark.parametrize("kind", ["text", "prompt"])
+def test_texts_of_one_length_share_a_micro_batch(tmp_path: Path, kind: str) -> None:
+    """Padding is computed and thrown away; which samples were taken, and what belongs to which, stays."""
+    folders.causal(tmp_path / "a", "LlamaForCausalLM", 16, 2, 1)
+    loaded = load_model(str(tmp_path / "a"))
+    texts = ["the film " * n for n in (9, 1, 7, 2, 8, 3)]
+    rows = [{"text": text} if kind == "text" else {"prompt": text, "completion": " good"} for text in texts]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = CalibrationSettings(calibration=str(tmp_path / "data.jsonl"), samples=6, micro_batch=2)
+    prepared = preparation.prepare(settings, loaded, loaded, None)
+    assert prepared.indices == (1, 3, 5, 2, 4, 0)
+    lengths = [int(n) for batch in prepared.shots(1) for n in batch.inputs["attention_mask"].sum(1)]
+    assert lengths == sorted(lengths)
+    assert len(set(lengths)) == 6
+    widths = [batch.inputs["input_ids"].shape[1] for batch in prepared.shots(1)]
+    assert widths == lengths[1::2]
