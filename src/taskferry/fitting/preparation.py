@@ -93,8 +93,10 @@ def prepare(
         seed=settings.seed,
         features=features,
     )
-    if samples.kind in ("text", "prompt", "messages"):  # texts of one length stand together: less padding to compute
-        indices = sorted(indices, key=lambda i: sum(len(str(value)) for value in samples.rows[i].values()))
+    if samples.kind == "text" and language is None:  # texts of one length stand together: less padding to compute
+        indices = sorted(
+            indices, key=lambda i: sum(len(str(samples.rows[i].get(n, ""))) for n in ("text", "text_pair"))
+        )
     chosen = samples.take(indices)
     if language is not None:
         if settings.objective not in ("auto", "language"):
@@ -252,7 +254,9 @@ def _language(
             kept = [i for i, row in enumerate(rows) if id(row) not in blank]
     elif settings.labels == "teacher":
         raise TaskferryError("the teacher answers prompts: give a prompt column, or leave --labels teacher out")
-    segments: Sequence[list[Segment]] = [segments_of(rows[i]) for i in kept]
+    read = {i: segments_of(rows[i]) for i in kept}
+    kept = sorted(kept, key=lambda i: sum(len(segment.text) for segment in read[i]))  # less padding to compute
+    segments: Sequence[list[Segment]] = [read[i] for i in kept]
     return _builder(kind, samples)(segments, tokenizer_A, tokenizer_B, **lengths), origin, kept
 
 
