@@ -290,7 +290,7 @@ def table(cells: dict[str, Any]) -> str:
         for name in WAYS:
             found = summed(some, name, count)
             if found is not None:
-                share = _share(found)
+                share = shown_share(found)
                 passes = " / ".join(f"{p:.1f}" for p in found.passes)
                 rows.append([kind, str(count), name, str(found.cells), f"{share} %", f"{found.least:+.2f}",
                              f"{found.cpu:.1f}", passes])  # fmt: skip
@@ -308,8 +308,10 @@ def refine_table(cells: dict[str, Any]) -> str:
             if any(found):
                 moved = {"bico": BESIDE, "twofold": STANDARD}.get(start)
                 first = summed(some, moved, count) if moved else None
-                before = "0 %" if moved is None else "" if first is None else f"{_share(first)} %"
-                rows.append([kind, str(count), line, before, *("" if f is None else f"{_share(f)} %" for f in found)])
+                before = "0 %" if moved is None else "" if first is None else f"{shown_share(first)} %"
+                rows.append(
+                    [kind, str(count), line, before, *("" if f is None else f"{shown_share(f)} %" for f in found)]
+                )
     return common.table(["", "N", "way", "0 steps", *(f"{n} steps" for n in STEPS)], rows)
 
 
@@ -318,7 +320,8 @@ def is_refined(cell: dict[str, Any]) -> bool:
     return any(WAYS[name].kind == "refined" for name in cell.get("ways", {}) if name in WAYS)
 
 
-def _share(found: Found) -> str:
+def shown_share(found: Found) -> str:
+    """Of the oracle's gain, in per cent, with its spread over draws."""
     return common.mean_spread([100 * s for s in found.share], 0)
 
 

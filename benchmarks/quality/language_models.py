@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -161,20 +160,15 @@ def share(cell: dict[str, Any], score: float) -> float:
 
 
 def summary(cells: dict[str, Any]) -> str:
-    """Over all cells of a number of samples: what each way recovers, and what it takes."""
+    """What each way recovers over all cells of a number of samples, and what it takes; shares as in `frontier.py`."""
     rows = []
-    for count in sorted({key.split()[3] for key in cells}, key=int):
-        some = [cell for key, cell in cells.items() if key.split()[3] == count]
+    for count in sorted({int(key.split()[3]) for key in cells}):
         for name in WAYS:
-            found = [(cell, cell["ways"][name]) for cell in some if "score" in cell["ways"].get(name, {})]
-            if found:
-                shares = [share(cell, way["score"]) for cell, way in found]
-                spread = f" ± {statistics.stdev(shares):.0f}" if len(shares) > 1 else ""
-                least = min(way["score"] - cell["target"] for cell, way in found)
-                cost = statistics.mean(way["cpu"] / cell["oracle cpu"] for cell, way in found)
-                rows.append([count, name, str(len(found)), f"{statistics.mean(shares):.0f}{spread} %",
-                             f"{least:+.1f}", f"{cost:.2f}"])  # fmt: skip
-    header = ["N", "way", "cells", "share of the oracle's gain", "least gain, points", "cost, of training the oracle"]
+            found = frontier.summed(cells, name, count)
+            if found is not None:
+                rows.append([str(count), name, str(found.cells), f"{frontier.shown_share(found)} %",
+                             f"{found.least:+.1f}", f"{found.cpu:.0f}"])  # fmt: skip
+    header = ["N", "way", "cells", "share of the oracle's gain", "least gain of a pair and task, points", "CPU-seconds"]
     return common.table(header, rows)
 
 

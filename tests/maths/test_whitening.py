@@ -283,3 +283,15 @@ def test_a_total_of_totals_and_of_tiny_sums() -> None:
     other.add(rows(60, 4, 0), rows(60, 5, 1))
     tiny.total_of([other])
     assert tiny.C is not None  # solved in batches, which look at it
+
+
+def test_empty_sums_are_of_the_same_kind() -> None:
+    """What a process has that saw nothing of a site: it may be the one that solves it."""
+    sums = Whitened(90, 120, exact=True, directions=20)
+    sums.add(rows(400, 90, 0), rows(400, 120, 1))
+    nothing = sums.empty()
+    assert type(nothing) is Whitened
+    assert (nothing.d_A, nothing.d_B, nothing.exact, nothing.directions) == (90, 120, True, 20)
+    assert nothing.rows == 0
+    found = Whitened.from_state(90, 120, sums.state(), nothing.directions)
+    assert found.solve()[1].rank == sums.solve()[1].rank == 20

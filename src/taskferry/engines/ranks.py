@@ -160,15 +160,14 @@ class RankedPair(WholePair):
     def _to_owners(self, sums: dict[str, CrossCovariance]) -> dict[str, CrossCovariance]:
         """The whole sums of the sites that this rank owns; consumes all."""
         found = {}
-        for number, (key, kind, d_A, d_B) in enumerate(self._agree(sums)):
+        for number, (key, nothing) in enumerate(self._agree(sums).items()):
             owner = number % self.size
-            mine = sums.pop(key, None) or kind(d_A, d_B, exact=True)
-            total = mine.reduce(self, owner)
+            total = sums.pop(key, nothing).reduce(self, owner)
             if owner == self.rank:
                 found[key] = total
         return found
 
-    def _agree(self, sums: dict[str, CrossCovariance]) -> list[tuple[str, type[CrossCovariance], int, int]]:
-        """Sites that any rank has seen, in one order for all."""
-        seen = from_everyone([(key, type(S), S.d_A, S.d_B) for key, S in sums.items()])
-        return list(dict.fromkeys(entry for entries in seen for entry in entries))
+    def _agree(self, sums: dict[str, CrossCovariance]) -> dict[str, CrossCovariance]:
+        """Sites that any rank has seen, in one order for all, with the sums of a rank that has not."""
+        seen = from_everyone({key: S.empty() for key, S in sums.items()})
+        return {key: nothing for one in seen for key, nothing in one.items()}

@@ -140,8 +140,7 @@ def procrustes_batch(
     solver: Solver = "auto",
 ) -> list[tuple[Map, Spectrum]]:
     """The same for matrices of one shape, [batch, d_A, d_B], in one decomposition call."""
-    if not bool(torch.isfinite(C).all()):
-        raise ValueError(NOT_FINITE)
+    check_finite(C)
     full = rank == "full"
     solver = choose_solver(C, full) if solver == "auto" else solver
     if solver == "products":
@@ -173,6 +172,12 @@ def bilinear(R_out: Map, tau: Tensor, R_in: Map) -> Tensor:
     rows_first = R_in.cost(tau.shape[0]) + R_out.cost(R_in.shape[1])
     columns_first = R_out.cost(tau.shape[1]) + R_in.cost(R_out.shape[1])
     return R_out.columns(R_in(tau)) if rows_first <= columns_first else R_in(R_out.columns(tau))
+
+
+def check_finite(*tensors: Tensor) -> None:
+    """Refuse what overflowed on its way here."""
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+        raise ValueError(NOT_FINITE)
 
 
 def _alike(rows: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from taskferry.maths.procrustes import (
     NOT_FINITE,
     Map,
     Spectrum,
+    check_finite,
     partial_isometry,
     procrustes,
     procrustes_batch,
@@ -159,6 +160,10 @@ class CrossCovariance:
             if its is not None:
                 setattr(self, name, its.clone() if mine is None else mine + its.to(mine))
 
+    def empty(self: Self) -> Self:
+        """Sums of the same kind that have seen nothing."""
+        return type(self)(self.d_A, self.d_B, exact=self.exact, directions=self.directions)
+
     def total_of(self, parts: Sequence[CrossCovariance]) -> None:
         """Be the total of other sums from the moment that it is used: until then they take memory once."""
         self._parts = list(parts)
@@ -197,13 +202,11 @@ class CrossCovariance:
         S = self.ready()
         if S._pending and rank == "range":
             X_A, X_B = S._rows()
-            if not bool(torch.isfinite(X_A).all() and torch.isfinite(X_B).all()):
-                raise ValueError(NOT_FINITE)
+            check_finite(X_A, X_B)
             R, spectrum = procrustes_from_rows(X_A, X_B, tolerance=tolerance, factored=factored)
         elif rank == "range" and S.wide:
             C = S.matrix()
-            if not bool(torch.isfinite(C).all()):
-                raise ValueError(NOT_FINITE)
+            check_finite(C)
             parts = by_strongest(C, S.directions)
             R, spectrum = partial_isometry(*parts, rank=rank, tolerance=tolerance, dtype=C.dtype, factored=factored)
         else:
@@ -227,10 +230,10 @@ class CrossCovariance:
         return state
 
     @classmethod
-    def from_state(cls: type[Self], d_A: int, d_B: int, state: Mapping[str, Tensor]) -> Self:
+    def from_state(cls: type[Self], d_A: int, d_B: int, state: Mapping[str, Tensor], directions: int = 0) -> Self:
         """The inverse of `state`."""
         rows, energy_A, energy_B = state["numbers"].tolist()
-        S = cls(d_A, d_B, rows=int(rows), energy_A=energy_A, energy_B=energy_B)
+        S = cls(d_A, d_B, rows=int(rows), energy_A=energy_A, energy_B=energy_B, directions=directions)
         for name in set(cls.moments) & set(state):
             setattr(S, name, state[name])
         if "X_A" in state:
@@ -256,9 +259,7 @@ class CrossCovariance:
                 moment = getattr(self, name)
                 moment = torch.zeros(self._shape(name)) if moment is None else moment
                 state[name] = across.sum_at(owner, moment.to(torch.float64, copy=True).contiguous()).float()
-        total = type(self).from_state(self.d_A, self.d_B, state)
-        total.directions = self.directions
-        return total
+        return type(self).from_state(self.d_A, self.d_B, state, self.directions)
 
     def _shape(self, moment: str) -> tuple[int, int]:
         return {"C": (self.d_A, self.d_B), "A": (self.d_A, self.d_A), "B": (self.d_B, self.d_B)}[moment]

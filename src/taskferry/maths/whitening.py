@@ -18,9 +18,11 @@ from torch import Tensor
 
 from taskferry.choices import RankPolicy
 from taskferry.maths.decompositions import by_eigh
-from taskferry.maths.procrustes import NOT_FINITE, Map, partial_isometry
+from taskferry.maths.procrustes import Map, check_finite, partial_isometry
 from taskferry.maths.subspace import is_wide, narrow_moment, narrow_rows
 from taskferry.maths.sums import CrossCovariance, Quality
+
+Whitening = tuple[Tensor, Tensor, Tensor, tuple[float, float]]  # U, σ, V, and the energy of either side
 
 ROUNDING = 1e-6  # of the largest variance: what float32 sums leave of a direction that is not there
 SHRINK = 0.01  # ε, as a share of the mean variance of a direction: what lies below it is taken for noise
@@ -71,30 +73,17 @@ class Whitened(UnitRows):
         """The map of the whitened rows, each side decomposed once, for whitening and map."""
         if rank == "full" or not self.rows:
             return super()._solve(rank, tolerance, factored)
-        given = self._rows() if self.C is None else (self.A, self.B, self.C)
-        sides = [side for side in given if side is not None]
-        if not all(bool(torch.isfinite(side).all()) for side in sides):
-            raise ValueError(NOT_FINITE)
-        if self.C is None and not is_wide(self.rows, self.directions):
-            U, sigma, V, energies = of_whitened_rows(*self._rows())
+        sides = self._rows() if self.C is None else tuple(getattr(self, name) for name in ("A", "B", "C"))
+        check_finite(*sides)
+        if self.C is not None:
+            U, sigma, V, energies = of_narrowed_moments(*sides, most=self.directions)
+        elif is_wide(self.rows, self.directions):
+            U, sigma, V, energies = of_narrowed_rows(*sides, most=self.directions)
         else:
-            U, sigma, V, energies = self._of_moments()
+            U, sigma, V, energies = of_whitened_rows(*sides)
         dtype = sides[0].dtype
         R, spectrum = partial_isometry(U, sigma, V, rank=rank, tolerance=tolerance, dtype=dtype, factored=factored)
         return R, CrossCovariance(self.d_A, self.d_B, self.rows, *energies)._quality(spectrum)
-
-    def _of_moments(self) -> tuple[Tensor, Tensor, Tensor, tuple[float, float]]:
-        """U, σ, V and the energies, within the strongest directions of a side that has more than a map keeps."""
-        if self.C is None or self.A is None or self.B is None:
-            (Y_A, Q_A, mean_A), (Y_B, Q_B, mean_B) = (narrow_rows(X, self.directions) for X in self._rows())
-            A, B, C = Y_A.T @ Y_A, Y_B.T @ Y_B, Y_A.T @ Y_B
-        else:
-            (A, Q_A, mean_A), (B, Q_B, mean_B) = (narrow_moment(S, self.directions) for S in (self.A, self.B))
-            C = self.C.double()
-            C = C if Q_A is None else Q_A.T @ C
-            C = C if Q_B is None else C @ Q_B
-        U, sigma, V, energies = of_whitened_moments(A, B, C, mean_A, mean_B)
-        return U if Q_A is None else Q_A @ U, sigma, V if Q_B is None else Q_B @ V, energies
 
     def _few(self, rows: int) -> bool:
         """Decomposing a matrix of all pairs of rows is then less work than of all pairs of directions."""
@@ -154,9 +143,7 @@ def _roots(S: Tensor, mean: float) -> tuple[Tensor, Tensor, float]:
     return V, root, float((e * root.square()).sum())
 
 
-def of_whitened_moments(
-    A: Tensor, B: Tensor, C: Tensor, mean_A: float, mean_B: float
-) -> tuple[Tensor, Tensor, Tensor, tuple[float, float]]:
+def of_whitened_moments(A: Tensor, B: Tensor, C: Tensor, mean_A: float, mean_B: float) -> Whitening:
     """U, σ, V of (A + ε)^-½ C (B + ε)^-½ and the energy of either side's whitened rows.
 
     With (A + ε)^-½ = V_A D_A V_Aᵀ: V_A (D_A V_Aᵀ C V_B D_B) V_Bᵀ, so that neither root is formed.
@@ -164,6 +151,28 @@ def of_whitened_moments(
     (V_A, D_A, energy_A), (V_B, D_B, energy_B) = _roots(A, mean_A), _roots(B, mean_B)
     P, sigma, Q = by_eigh(D_A[:, None] * (V_A.T @ C @ V_B) * D_B)
     return V_A @ P, sigma, V_B @ Q, (energy_A, energy_B)
+
+
+def of_narrowed_moments(A: Tensor, B: Tensor, C: Tensor, *, most: int) -> Whitening:
+    """The same within the strongest directions of a side that is wide (`is_wide`)."""
+    (A, Q_A, mean_A), (B, Q_B, mean_B) = narrow_moment(A, most), narrow_moment(B, most)
+    C = C.double()
+    C = C if Q_A is None else Q_A.T @ C
+    C = C if Q_B is None else C @ Q_B
+    return _widened(Q_A, Q_B, of_whitened_moments(A, B, C, mean_A, mean_B))
+
+
+def of_narrowed_rows(X_A: Tensor, X_B: Tensor, *, most: int) -> Whitening:
+    """The same from rows [M, d_A] and [M, d_B]."""
+    (Y_A, Q_A, mean_A), (Y_B, Q_B, mean_B) = narrow_rows(X_A, most), narrow_rows(X_B, most)
+    found = of_whitened_moments(Y_A.T @ Y_A, Y_B.T @ Y_B, Y_A.T @ Y_B, mean_A, mean_B)
+    return _widened(Q_A, Q_B, found)
+
+
+def _widened(Q_A: Tensor | None, Q_B: Tensor | None, found: Whitening) -> Whitening:
+    """From the coordinates of the spans back to those of the spaces."""
+    U, sigma, V, energies = found
+    return U if Q_A is None else Q_A @ U, sigma, V if Q_B is None else Q_B @ V, energies
 
 
 def row_space(X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,7 +188,7 @@ def row_space(X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return U, e.sqrt(), (e + SHRINK * e.sum() / X.shape[1]).rsqrt()
 
 
-def of_whitened_rows(X_A: Tensor, X_B: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[float, float]]:
+def of_whitened_rows(X_A: Tensor, X_B: Tensor) -> Whitening:
     """U, σ, V of the cross-covariance of whitened rows [M, d_A] and [M, d_B], and the energy of either.
 
     With X = U diag(s) Vᵀ and D = s · root: V_A D_A (U_Aᵀ U_B) D_B V_Bᵀ, so that all that is decomposed is M × M.
