@@ -53,10 +53,10 @@ def main() -> None:
     )
     trainer.train()
     model.save_pretrained(options.out)
-    for look in json.loads((options.out / "trajectory.json").read_text())["looks"]:
-        shift = max(site["direction"] for site in look["inputs"].values())
-        print(f"step {look['step']}: norm {look['norm']:.3f}, cosine with the end {look['cosine']:.3f}, "
-              f"largest shift of a layer's input {shift:.3f}")  # fmt: skip
+    for measurement in json.loads((options.out / "trajectory.json").read_text())["measurements"]:
+        shift = max(site["direction"] for site in measurement["inputs"].values())
+        print(f"step {measurement['step']}: norm {measurement['norm']:.3f}, cosine with the end "
+              f"{measurement['cosine']:.3f}, largest shift of a layer's input {shift:.3f}")  # fmt: skip
 
 
 if __name__ == "__main__":

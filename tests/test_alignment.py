@@ -31,7 +31,7 @@ def test_coverage_has_every_parameter_with_its_reason(llama: Alignment) -> None:
     assert coverage is not None
     assert coverage.moved() == [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(3)]
     kept = coverage.kept()
-    assert "task vector does not change it" in kept["model.layers.0.mlp.up_proj.weight"]
+    assert "unchanged by the fine-tune" in kept["model.layers.0.mlp.up_proj.weight"]
     assert "task head" in kept["lm_head.weight"]
     assert "embedding" in kept["model.embed_tokens.weight"]
     assert "normalisation" in kept["model.layers.0.input_layernorm.weight"]
@@ -103,7 +103,7 @@ def test_a_bias_that_only_one_side_has() -> None:
     back = fit(without, with_bias, Calibration([(batch, batch)]), loss)
     coverage = back.apply(TaskVector.between(without, tuned(without))).coverage
     assert coverage is not None
-    assert coverage.kept() == {"bias": "the task vector does not change it"}
+    assert coverage.kept() == {"bias": "unchanged by the fine-tune"}
 
 
 def test_a_task_vector_of_another_model_is_refused(llama: Alignment) -> None:

@@ -173,7 +173,7 @@ def pretrain(name: str, root: Path, steps: int) -> Path:
     history = finetune(
         model, data, LanguageModel(), protocol, folder=root / "pretraining" / name, progress=every(name, 100)
     )
-    print(name, "pre-trained:", history.looks[-1], flush=True)
+    print(name, "pre-trained:", history.evaluations[-1], flush=True)
     with staged_folder(folder) as stage:
         model.save_pretrained(stage)
         words.save_pretrained(stage)

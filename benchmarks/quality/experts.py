@@ -4,7 +4,7 @@
 
 A Mixtral and a wider Qwen 3 MoE are trained a little, each on its own half of the passages that `taskferry example`
 writes; a PEFT LoRA of the first one's experts (`target_parameters`) learns the same text in capital letters. Measured
-by the loss a token on capitals that nothing was trained on: the target, moved, and a LoRA trained on the target.
+by the loss per token on capitals that nothing was trained on: the target, moved, and a LoRA trained on the target.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def main() -> None:
         "experts": record["provenance"]["experts"], "quick": args.quick,
     }  # fmt: skip
     rows = [(name, f"{results[name]:.3f}") for name in ("target", "moved", "oracle", "tuned source")]
-    markdown = common.table(("experts, loss a token on held-out capitals", ""), rows)
+    rows.append(("share of the gain", f"{results['share of the gain']:.0%}"))
+    markdown = common.table(("experts, loss per token on held-out capitals", ""), rows)
     common.finish(results, markdown, args.json, [] if after < before else ["moved is not below the target"], started)
 
 

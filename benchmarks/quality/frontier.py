@@ -20,9 +20,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,114 +29,33 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from torch import nn
 
+from benchmarks.quality.ways import BESIDE, SCRATCH, STANDARD, STARTS, STEPS, WAYS, Way, run_ways
 from benchmarks.shared import common
 from benchmarks.zoo import example_models, zoo_data, zoo_tasks
+from benchmarks.zoo.zoo_bench import in_float32, open_short, opened
 from taskferry import TaskVector, load_model, load_samples, load_tuned
 from taskferry.bench.recipe import Cell, load_recipe
-from taskferry.bench.rows import Mover, RowKind
-from taskferry.bench.running import Bench, Places, Reporter
+from taskferry.bench.running import Bench
 from taskferry.evaluation import Pool, evaluate
 from taskferry.example import FILES
 from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.preparation import prepare
 from taskferry.fitting.scale import moved_by
-from taskferry.methods import CannotMove, Job, TableRow, find
+from taskferry.methods import Job
 from taskferry.report.figures import Line, alone, lines
 from taskferry.settings import CalibrationSettings
-from taskferry.training.refinement import Refinement, refine
 
 PAIRS = (("narrow", "twin"), ("wide", "narrow"), ("narrow", "wide"), ("twin", "deep"))
 TASKS = ("letters", "cifar10", "occluded", "case")
 TEXTS = ("trec", "snli")
 COUNTS = (10, 30, 100)
-STEPS = (10, 30, 100, 300)
-STARTS = {
-    "refined, no move": "cold",
-    "refined from BiCo": "bico",
-    "refined from the default": "twofold",
-}
-SCRATCH = "trained in its form, labels"  # a LoRA of the same rank, or the weights that would have moved
 WORST = -1.0  # points
 MODELS = {model for pair in PAIRS for model in pair}
 ZOO, NEW, TEXT = "zoo", "zoo, new tasks and a new pair", "real encoders of texts"
 EXAMPLE = "example, by the loss"
 DEARER = 2.5  # the most that the default takes, in CPU-seconds of BiCo with an automatic scale
-STANDARD, BESIDE = "+ a second capture: effort standard", "BiCo, automatic scale"
 IMAGES = common.ROOT / "docs" / "images"
-
-
-@dataclass(frozen=True)
-class Way:
-    """A method with settings; `line` joins what one curve goes through."""
-
-    method: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    auto: bool = False  # its scale is chosen on the samples
-    teacher: bool = False
-    line: str = ""
-
-    @property
-    def kind(self) -> str:
-        if not self.row.method.needs.training:
-            return "moved"
-        return "refined" if self.method == "distil" else "few-shot"
-
-    @property
-    def row(self) -> RowKind:
-        """As tables know it, though most are in none."""
-        row = TableRow(self.method, self.settings, auto_scale=self.auto, teacher=self.teacher)
-        return RowKind(find(self.method), row)
-
-
-FAST, THOROUGH = (find("twofold").at(effort) for effort in ("fast", "thorough"))
-PARTS = "the default, part by part"
-WAYS: dict[str, Way] = {
-    "THESEUS": Way("theseus"),
-    "BiCo at scale 1": Way("bico", line=PARTS),
-    BESIDE: Way("bico", auto=True, line=PARTS),
-    "+ gradients of one length": Way("twofold", {**FAST, "whiten": False}, auto=True),
-    "+ whitened: effort fast": Way("twofold", FAST, auto=True, line=PARTS),
-    STANDARD: Way("twofold", auto=True, line=PARTS),
-    "+ augmented views: effort thorough": Way("twofold", THOROUGH, auto=True, line=PARTS),
-    "effort fast, no labels": Way("twofold", FAST, auto=True, teacher=True),
-    "effort standard, no labels": Way("twofold", auto=True, teacher=True),
-    "effort thorough, no labels": Way("twofold", THOROUGH, auto=True, teacher=True),
-    **{f"few-shot, {n} steps": Way("few-shot", {"steps": n}, line="few-shot tuning, labels") for n in (1, *STEPS)},
-    **{
-        f"few-shot from BiCo, {n} steps": Way(
-            "few-shot", {"steps": n, "start": "bico"}, line="few-shot tuning from BiCo, labels"
-        )
-        for n in (1, *STEPS)
-    },
-    **{
-        f"{line}, {n} steps": Way("distil", {"steps": n, "start": start}, line=line)
-        for line, start in STARTS.items()
-        for n in STEPS
-    },
-    **{
-        f"{SCRATCH}, {n} steps": Way("distil", {"steps": n, "start": "cold", "labels": 1.0, "views": 0}, line=SCRATCH)
-        for n in STEPS
-    },
-}
-
-
-@contextmanager
-def counted(model: nn.Module, samples: int) -> Iterator[list[float]]:
-    """Passes of a model over the samples, in its first element: where its blocks begin."""
-    passes = [0.0]
-    tower = getattr(model, "visual", model)
-
-    def seen(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        size = len(next(value for value in (*given, *named.values()) if isinstance(value, torch.Tensor)))
-        passes[0] += size / samples * (1.0 if torch.is_grad_enabled() else 1 / 3)
-
-    handle = tower.register_forward_pre_hook(seen, with_kwargs=True)
-    try:
-        yield passes
-    finally:
-        handle.remove()
 
 
 def run_cell(bench: Bench, cell: Cell, wanted: dict[str, Way], known: dict[str, Any]) -> Iterator[None]:
@@ -177,58 +95,11 @@ def run_example(count: int, wanted: dict[str, Way], known: dict[str, Any]) -> It
     yield from run_ways(job, count, wanted, score, known.setdefault("ways", {}))
 
 
-def run_ways(
-    given: Job, count: int, wanted: dict[str, Way], score: Callable[[TaskVector, float], float], ways: dict[str, Any]
-) -> Iterator[None]:
-    """Those that are not known yet, each on a job of its own; what is refined from a move of this run takes that one.
-
-    Its cost is that of the move and of the training together.
-    """
-    starts: dict[str, tuple[TaskVector, float, tuple[float, float]]] = {}
-    for name, way in wanted.items():
-        if name in ways and ways[name]["code"] == way.row.code:
-            continue
-        job = Job.of(given.source, given.target, given.tau, given.calibration, given.pair.objectives)
-        start = starts.get(way.settings.get("start", ""))
-        with counted(job.source, count) as of_A, counted(job.target, count) as of_B:
-            started = time.process_time()
-            try:
-                if start is None:
-                    moved, scale, _ = Mover(job).take(way.row)
-                else:
-                    settings = {key: value for key, value in way.settings.items() if key != "start"}
-                    moved, scale = refine(job.in_folds().pair, job.tau, start[0], Refinement(**settings)).tau, 1.0
-            except CannotMove as error:
-                ways[name] = {"refused": str(error), "code": way.row.code}
-                continue
-            seconds = time.process_time() - started
-        before, (passes_A, passes_B) = (0.0, (0.0, 0.0)) if start is None else start[1:]
-        seconds, passes = seconds + before, (of_A[0] + passes_A, of_B[0] + passes_B)
-        if way.auto and not way.settings and not way.teacher:
-            starts[way.method] = (scale * moved, seconds, passes)
-        ways[name] = {
-            "score": score(moved, scale),
-            "cpu": round(seconds, 2),
-            "passes": [round(each, 1) for each in passes],
-            "scale": round(scale, 2),
-            "code": way.row.code,
-        }
-        yield
-
-
-def open_bench(quick: bool, text: bool = False) -> Bench:
-    """The zoo, or the real encoders of texts, with short fine-tunes in float32."""
-    recipe = load_recipe("real/text-deep-to-shallow" if text else "zoo/frontier")
-    single = recipe.finetune.model_copy(update={"precision": "float32"})
-    recipe = recipe.model_copy(update={"finetune": single})
-    if quick:
-        short = recipe.finetune.model_copy(update={"steps": 20, "every": 20, "warmup": 2})
-        recipe = recipe.model_copy(update={"finetune": short, "test_samples": 100})
-    work = zoo_data.DATA / ("work-quick" if quick else "work")
-    places = Places(zoo_data.ZOO, zoo_data.DATA / "tasks", work)
-    if text:
-        places = Places(common.need_shared() / "models", common.need_shared() / "data", work)
-    return Bench(recipe, places, Reporter())
+def open_texts(quick: bool) -> Bench:
+    """The real encoders of texts, with fine-tunes in float32."""
+    shared = common.need_shared()
+    recipe = in_float32(load_recipe("real/text-deep-to-shallow"))
+    return opened(recipe, shared / "models", shared / "data", quick)
 
 
 def group(key: str) -> str:
@@ -245,12 +116,6 @@ def grouped(cells: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
         yield kind, count, {key: known for key, known in cells.items() if group(key) == kind}
 
 
-def kept(path: Path | None, cells: dict[str, Any]) -> dict[str, Any]:
-    """All cells that are known, these among them: other processes may add theirs to the same file."""
-    known = cells if path is None else common.keep(path, cells)
-    return {key: value for key, value in known.items() if isinstance(value, dict)}
-
-
 @dataclass
 class Found:
     """One way at one number of samples, over the cells that it was run in."""
@@ -260,6 +125,8 @@ class Found:
     cpu: float
     passes: tuple[float, float]
     cells: int
+    places: int  # pairs and tasks
+    worst: str  # the place of the least gain
 
 
 def summed(cells: dict[str, Any], name: str, count: int) -> Found | None:
@@ -281,7 +148,9 @@ def summed(cells: dict[str, Any], name: str, count: int) -> Found | None:
     full = max(map(len, gains.values()))
     share = [sum(g for g, _ in some) / sum(o for _, o in some) for some in gains.values() if len(some) == full]
     cpu, of_A, of_B = (statistics.mean(column) for column in zip(*costs, strict=True))
-    return Found(share, min(map(statistics.mean, by_place.values())), cpu, (of_A, of_B), len(costs))
+    worst = min(by_place, key=lambda place: statistics.mean(by_place[place]))
+    least = statistics.mean(by_place[worst])
+    return Found(share, least, cpu, (of_A, of_B), len(costs), len(by_place), worst)
 
 
 def table(cells: dict[str, Any]) -> str:
@@ -299,15 +168,38 @@ def table(cells: dict[str, Any]) -> str:
     return common.table(header, rows)
 
 
+def never_worse_table(cells: dict[str, Any]) -> str:
+    """Ways that choose their scale: the worst pair and task at every number of samples, in the mean over draws."""
+    rows = []
+    for kind, count, some in grouped(cells):
+        for name, way in WAYS.items():
+            found = summed(some, name, count) if way.auto else None
+            if found is not None:
+                draws = f"{found.cells / found.places:.3g}"
+                rows.append([kind, str(count), name, str(found.places), draws, f"{found.least:+.2f}", found.worst])
+    header = ["", "N", "way", "pairs and tasks", "draws", "least gain, points", "where"]
+    return common.table(header, rows)
+
+
+def comparable(cells: dict[str, Any], count: int) -> dict[str, Any]:
+    """Those of one number of samples in which all kinds of way were run that were run in any."""
+    mine = {key: known for key, known in cells.items() if int(key.split()[3]) == count}
+    kinds = {key: {WAYS[name].kind for name in known["ways"] if name in WAYS} for key, known in mine.items()}
+    every = set().union(*kinds.values()) - {"refined"}  # dearer: of some of them alone, which its table says
+    return {key: known for key, known in mine.items() if every <= kinds[key]}
+
+
 def refine_table(cells: dict[str, Any]) -> str:
     """Share against steps: what a move saves of a training."""
     rows = []
     for kind, count, some in grouped(cells):
         for line, start in {**STARTS, SCRATCH: ""}.items():
-            found = [summed(some, f"{line}, {n} steps", count) for n in STEPS]
+            names = [f"{line}, {n} steps" for n in STEPS]
+            found = [summed(some, name, count) for name in names]
             if any(found):
                 moved = {"bico": BESIDE, "twofold": STANDARD}.get(start)
-                first = summed(some, moved, count) if moved else None
+                same = {key: known for key, known in some.items() if set(names) & set(known["ways"])}  # not all cells
+                first = summed(same, moved, count) if moved else None
                 before = "0 %" if moved is None else "" if first is None else f"{shown_share(first)} %"
                 rows.append(
                     [kind, str(count), line, before, *("" if f is None else f"{shown_share(f)} %" for f in found)]
@@ -365,15 +257,15 @@ def main() -> None:
     if options.quick:
         options.tasks, options.pairs, options.counts, options.seeds = ["letters"], [PAIRS[0]], [20], 1
         wanted = {name: way for name, way in wanted.items() if way.settings.get("steps", 1) in (1, 10)}
-    cells = kept(options.json, {})
+    cells = common.kept(options.json, {})
     if options.example:
         for count in options.counts:
             key = f"scripture base-a base-b {count} 0"
             for _ in run_example(count, wanted, cells.setdefault(key, {})):
-                kept(options.json, {key: cells[key]})
+                common.kept(options.json, {key: cells[key]})
             print(key, f"{time.time() - started:.0f} s", flush=True)
     elif not options.shown:
-        bench = open_bench(options.quick, options.text)
+        bench = (open_texts if options.text else open_short)(options.quick)
         places = product(options.tasks, range(options.seeds), options.pairs, options.counts)
         for task, seed, (source, target), count in places:
             if not options.text:
@@ -383,9 +275,9 @@ def main() -> None:
                 Cell(source, target, task, "random", count, False, seed, ()),
             )
             for _ in run_cell(bench, cell, wanted, cells.setdefault(key, {})):
-                kept(options.json, {key: cells[key]})
+                common.kept(options.json, {key: cells[key]})
             print(key, f"{time.time() - started:.0f} s", flush=True)
-        cells = kept(options.json, {}) or cells  # with those of another process
+        cells = common.kept(options.json, {}) or cells  # with those of another process
     failures = []
     for kind, count, some in grouped(cells):
         for name, way in WAYS.items():
@@ -399,10 +291,11 @@ def main() -> None:
             )
         committed = options.json is not None and options.json.resolve().parent == common.RESULTS
         if committed and count in COUNTS and kind == ZOO:  # a trial elsewhere leaves the pages as they are
-            (IMAGES / f"frontier-{count}.svg").write_text(alone(draw(some, count)))
+            (IMAGES / f"frontier-{count}.svg").write_text(alone(draw(comparable(some, count), count)))
     failures = [] if options.quick else failures
-    both = f"{refine_table(cells)}\n\n{table(cells)}" if any(map(is_refined, cells.values())) else table(cells)
-    common.finish(cells, both, options.json, failures, started)
+    tables = [refine_table(cells)] if any(map(is_refined, cells.values())) else []
+    shown = "\n\n".join([*tables, never_worse_table(cells), table(cells)])
+    common.finish(cells, shown, options.json, failures, started)
 
 
 if __name__ == "__main__":

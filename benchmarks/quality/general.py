@@ -12,18 +12,22 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from torch import nn
 
 from benchmarks.shared import common
 from benchmarks.zoo.zoo_bench import open_zoo, score
 from taskferry import Alignment, TaskVector
 from taskferry.bench.recipe import Cell
 from taskferry.bench.running import Bench
+from taskferry.calibration.batch import Calibration
 from taskferry.fitting.capture import Side, collect
+from taskferry.fitting.objectives import Objective
 from taskferry.fitting.solve import GroupSums, MapOptions, solve_group
 from taskferry.fitting.statistics import Statistics
 from taskferry.sites.discovery import find_sites
@@ -35,17 +39,26 @@ KINDS = ("own, 100", "others, 100 in all", "others, 100 of each")
 
 def sums(bench: Bench, pair: tuple[str, str], task: str, count: int, seed: int) -> Statistics:
     """Cross-covariances of one task's samples with its own heads."""
-    A, B = (bench.model(name).model for name in pair)
     prepared = bench.prepare(Cell(*pair, task, "random", count, False, seed, ()))
-    sides = [Side(m, prepared.objectives[i].bind(m, prepared.calibration.side(i))) for i, m in enumerate((A, B))]
-    pairs, _ = pair_sites(find_sites(A), find_sites(B))
+    return captured(models(bench, pair), prepared.calibration, prepared.objectives)
+
+
+def models(bench: Bench, pair: tuple[str, str]) -> tuple[nn.Module, nn.Module]:
+    return bench.model(pair[0]).model, bench.model(pair[1]).model
+
+
+def captured(
+    models: tuple[nn.Module, nn.Module], calibration: Calibration, objectives: Sequence[Objective]
+) -> Statistics:
+    """Cross-covariances of one capture."""
+    sides = [Side(m, objectives[i].bind(m, calibration.side(i))) for i, m in enumerate(models)]
+    pairs, _ = pair_sites(*map(find_sites, models))
     found = Statistics()
-    collect(found, sides[0], sides[1], pairs, prepared.calibration)
+    collect(found, sides[0], sides[1], pairs, calibration)
     return found
 
 
-def align(bench: Bench, pair: tuple[str, str], found: Statistics) -> Alignment:
-    A, B = (bench.model(name).model for name in pair)
+def align(A: nn.Module, B: nn.Module, found: Statistics) -> Alignment:
     pairs, reasons = pair_sites(find_sites(A), find_sites(B))
     shapes = [{n: tuple(p.shape) for n, p in m.named_parameters()} for m in (A, B)]
     return solve_group(GroupSums.of(found, pairs), pairs, MapOptions()).alignment(shapes[0], shapes[1], reasons, {})
@@ -77,7 +90,7 @@ def study(bench: Bench, pair: tuple[str, str], tasks: list[str], seed: int) -> d
         others = [other for other in tasks if other != task]
         kinds = ([many[task]], [few[other] for other in others], [many[other] for other in others])
         for kind, parts in zip(KINDS, kinds, strict=True):
-            scores[kind] = score(B.model, test, head, align(bench, pair, total(parts)).apply(tau))
+            scores[kind] = score(B.model, test, head, align(*models(bench, pair), total(parts)).apply(tau))
         found[task] = scores
     return found
 

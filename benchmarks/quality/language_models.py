@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from benchmarks.quality import frontier
+from benchmarks.quality import frontier, ways
 from benchmarks.shared import common
 from benchmarks.zoo import zoo_data
 from taskferry import TaskVector, load_model, load_samples, load_tuned
@@ -43,6 +43,7 @@ from taskferry.methods import Job
 from taskferry.settings import CalibrationSettings
 from taskferry.training import FineTuning, finetune
 
+HOME = Path(os.environ.get("TASKFERRY_REAL", Path.home() / ".cache" / "taskferry-real"))
 SMOL, GEMMA = "smollm2-135m-instruct", "gemma-3-270m"
 SMALL, LARGE = "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct"
 PAIRS = ((SMOL, GEMMA), (GEMMA, SMOL), (SMOL, SMALL), (SMALL, LARGE), (LARGE, SMALL))
@@ -52,16 +53,16 @@ PROTOCOL = FineTuning(
     steps=120, batch=8, learning_rate=1e-3, weight_decay=0.0, warmup=10, validation=0.0, every=40, precision="float32"
 )
 STEPS = (10, 30, 100)
-WAYS: dict[str, frontier.Way] = {
-    "THESEUS": frontier.Way("theseus", auto=True),
-    "BiCo at scale 1": frontier.Way("bico"),
-    frontier.BESIDE: frontier.Way("bico", auto=True),
-    "effort fast": frontier.Way("twofold", frontier.FAST, auto=True),
-    "the default": frontier.Way("twofold", auto=True),
-    **{f"LoRA from nothing, labels, {n} steps": frontier.Way("distil", {"steps": n, "start": "cold", "labels": 1.0})
+WAYS: dict[str, ways.Way] = {
+    "THESEUS": ways.Way("theseus", auto=True),
+    "BiCo at scale 1": ways.Way("bico"),
+    ways.BESIDE: ways.Way("bico", auto=True),
+    "effort fast": ways.Way("twofold", ways.FAST, auto=True),
+    "the default": ways.Way("twofold", auto=True),
+    **{f"LoRA from scratch, labels, {n} steps": ways.Way("distil", {"steps": n, "start": "cold", "labels": 1.0})
        for n in STEPS},
-    **{f"refined, no move, {n} steps": frontier.Way("distil", {"steps": n, "start": "cold"}) for n in STEPS},
-    **{f"refined from the default, {n} steps": frontier.Way("distil", {"steps": n, "start": "twofold"})
+    **{f"refined, no move, {n} steps": ways.Way("distil", {"steps": n, "start": "cold"}) for n in STEPS},
+    **{f"refined from the default, {n} steps": ways.Way("distil", {"steps": n, "start": "twofold"})
        for n in STEPS},
 }  # fmt: skip
 
@@ -121,7 +122,7 @@ def tuned(loaded: Loaded, folder: Path, task: str, steps: int) -> Path:
 
 def run_cell(
     models: tuple[Loaded, Loaded], folder: Path, task: str, count: int, seed: int, steps: int,
-    wanted: dict[str, frontier.Way], known: dict[str, Any], tested: int,
+    wanted: dict[str, ways.Way], known: dict[str, Any], tested: int,
 ) -> Any:  # fmt: skip
     """Every way that is not known yet; yields after each."""
     A, B = models
@@ -148,7 +149,7 @@ def run_cell(
     settings = CalibrationSettings(calibration=task, samples=count, seed=seed, micro_batch=BATCH, max_length=LENGTH)
     prepared = prepare(settings, A, B, changes[0], samples=samples_of(task, "train"))
     job = Job.of(A.model, B.model, changes[0].tau, prepared.calibration, prepared.objectives)
-    for _ in frontier.run_ways(job, count, wanted, score, known.setdefault("ways", {})):
+    for _ in ways.run_ways(job, count, wanted, score, known.setdefault("ways", {})):
         last = next(reversed(known["ways"]))
         known["ways"][last]["loss"] = losses["last"]
         yield
@@ -195,8 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the models that come with the package, a few steps")
     parser.add_argument("--json", type=Path, help="write the results here; what it holds already is kept")
-    home = os.environ.get("TASKFERRY_REAL", str(Path.home() / ".cache" / "taskferry-real"))
-    parser.add_argument("--models", type=Path, default=Path(home), help="where the folders of the models are")
+    parser.add_argument("--models", type=Path, default=HOME, help="where the folders of the models are")
     parser.add_argument("--pairs", nargs="+", type=lambda pair: tuple(pair.split(":")), default=PAIRS, metavar="A:B")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--counts", nargs="+", type=int, default=(100,))
@@ -216,7 +216,7 @@ def main() -> None:
         wanted = {name: way for name, way in wanted.items() if way.settings.get("steps", 10) == 10}
     folder = zoo_data.DATA / ("language-quick" if options.quick else "language")
     folder.mkdir(parents=True, exist_ok=True)
-    cells = frontier.kept(options.json, {})
+    cells = common.kept(options.json, {})
     for task, seed, (source, target), count in product(
         options.tasks, range(options.seeds), options.pairs, options.counts
     ):
@@ -227,7 +227,7 @@ def main() -> None:
                        for name in (source, target))  # fmt: skip
         known = cells.setdefault(key, {})
         for _ in run_cell((models[0], models[1]), folder, task, count, seed, steps, wanted, known, tested):
-            frontier.kept(options.json, {key: known})
+            common.kept(options.json, {key: known})
             last = next(reversed(known["ways"]))
             print(key, last, known["ways"][last], f"{time.time() - started:.0f} s", flush=True)
     cells = {key: cell for key, cell in cells.items() if "oracle" in cell}

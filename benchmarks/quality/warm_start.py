@@ -41,12 +41,12 @@ def curve(bench: Bench, target: str, task: str, moved: Any = None) -> list[tuple
     protocol = bench.recipe.finetune.model_copy(update={"every": EVERY})
     held_out = LazyBatches(pool, split(len(pool), protocol)[1], 64)
     first = evaluate(student, held_out, head).value
-    looks = finetune(student, pool, head, protocol).looks
-    return [(0, first), *((step, score) for step, _, score in looks if score is not None)]
+    history = finetune(student, pool, head, protocol)
+    return [(0, first), *((step, score) for step, _, score in history.evaluations if score is not None)]
 
 
 def first_at(points: list[tuple[int, float]], goal: float) -> int | None:
-    """The first look that reaches it."""
+    """The first evaluation that reaches it."""
     return next((step for step, score in points if score >= goal), None)
 
 

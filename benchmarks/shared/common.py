@@ -62,7 +62,13 @@ def keep(path: Path, results: dict[str, Any]) -> dict[str, Any]:
         known = json.loads(path.read_text()) if path.exists() else {}
         merged = dict(sorted({**known, **results}.items()))
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(merged) + "\n")
+        part.write_text(json.dumps(merged, indent=1) + "\n")
         part.replace(path)
     path.with_suffix(".lock").unlink(missing_ok=True)
     return merged
+
+
+def kept(path: Path | None, cells: dict[str, Any]) -> dict[str, Any]:
+    """All cells that are known, these among them: other processes may add theirs to the same file."""
+    known = cells if path is None else keep(path, cells)
+    return {key: value for key, value in known.items() if isinstance(value, dict)}

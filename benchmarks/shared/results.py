@@ -12,14 +12,16 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.quality import frontier
+from benchmarks.quality.ways import STANDARD
 from benchmarks.shared import common
+from benchmarks.shared.language import language_numbers, language_table
+from benchmarks.shared.sections import SECTIONS
 from benchmarks.zoo import zoo, zoo_data
 from taskferry.bench.recipe import load_recipe
 from taskferry.bench.running import ORACLE, TARGET
@@ -27,7 +29,7 @@ from taskferry.bench.tables import Line, from_json, lines, markdown
 
 PAGE = common.ROOT / "docs" / "results.md"
 APPENDIX = PAGE.with_name("results-tables.md")
-TABLES = tuple(PAGE.parent / f"{name}.md" for name in ("performance", "scale", "analysis", "reliability"))
+TABLES = tuple(PAGE.parent / f"{name}.md" for name in ("index", "performance", "scale", "analysis", "reliability"))
 README = common.ROOT / "README.md"
 BEGIN, END = "<!-- made by benchmarks/shared/results.py -->", "<!-- end -->"
 ROWS = ("naive", "theseus", "bico", "bico, automatic scale", "few-shot", "few-shot, from bico")
@@ -43,7 +45,7 @@ calibration samples.
 
 ZOO = """## The zoo
 
-The *zoo* is four small OpenCLIP models, pre-trained from nothing by `python benchmarks/zoo/pretrain_zoo.py NAME` and
+The *zoo* is four small OpenCLIP models, pre-trained from scratch by `python benchmarks/zoo/pretrain_zoo.py NAME` and
 committed in `benchmarks/zoo` with the command, seed and log that made them:
 
 {models}
@@ -56,66 +58,6 @@ classes (drawings). Zero-shot heads from each model's own text tower. Sources an
 
 All of it: `python benchmarks/zoo/zoo.py --json benchmarks/results/zoo.json`.
 """
-
-HEADS = """BiCo at scale 1 with gradients of different losses, 100 samples; gain over the target, scored on
-samples of the training set that the source never saw."""
-HEAD = """A classifier's head on the target: moved by the map between what the two heads read of 100 samples, or fitted
-to the labels of the same samples. all-MiniLM-L6-v2 to gte-small, accuracy on test data over three seeds, scale 1."""
-CAUSAL = """LoRA adapters of a small Llama on three domains, moved to a larger one of the same tokenizer and to one with
-a tokenizer of its own; all pre-trained here on film reviews. The share is of the loss that a LoRA trained on the target
-takes away."""
-
-LANGUAGE = """LoRAs of rank 8 on every projection, trained by PEFT on all samples of a task, moved between real language
-models of other families, with other tokenizers, widths and depths. A task is a question whose answer is one of a few
-words; an answer is right where it is the likeliest of them, on 400 other questions. The oracle is such a LoRA trained
-on the target, with all samples. *LoRA from nothing, labels* is what a user would do instead, on the same N samples;
-*refined* rows train towards the tuned source without labels (`--refine`), *no move* from nothing. Costs are CPU-seconds
-of one thread. On trec the number of directions of wide layers was chosen; nothing was chosen on the others."""
-
-GENERATED = """The LoRA of `taskferry example` moved to its second base on samples that the tuned source writes itself
-(`--calibration generate`), and on real passages of its training text: loss a token of 200 passages of other books, over
-three seeds, and in brackets the share of what real samples gain. The package has 128 real passages, which stand for
-400."""
-
-FRONTIER = """What each row recovers, and what it takes: CPU-seconds of one thread, and passes over the samples (a
-forward with a backward is one, a forward alone a third). The parts of the default are added one after the other. Rows
-that train stand beside them, because that is what a user would do instead: few-shot tuning with the true labels, and
-refining towards the tuned source, which needs none (`--refine`); from nothing and from what was moved. Fine-tunes of
-150 steps. A share is the sum of the gains over the cells, over the sum of the oracle's; a cell is a pair, a task and
-a draw. *Least gain* is that of the worst pair and task, in points over the target. The new tasks (traffic signs,
-textures) and the new pair (deep → wide) are held out: nothing was ever chosen on them. The rows of effort
-thorough, and of effort standard without labels, were measured when the method still chose a scale for each role of
-layer; the same six cells of the zoo without it have 34.8 % with effort thorough, as they had with it (34.8 %), and
-the four new ones 23.0 points in place of 21.9. So it was taken out.
-"""
-
-BEYOND = """An earlier form of `twofold`, before its scales were judged on held-out folds and before efforts, with
-what is now `--effort thorough`, beside BiCo: whitened gradients of one length, a second capture
-halfway, three augmented views of each image labelled by the tuned source, a scale for each role of
-layer, the target's own patch embedding; nothing is trained. It was chosen on mnist, fashion and
-drawings (the tables below); an earlier form of it had been scored on the other four tasks, which are
-shown here, on as many draws, pairs and tasks as each row says, 100 samples unless N says otherwise. The
-goals that were set for it, 65 % with 100 samples and 70 % with 400, are missed. *Teacher* has no labels
-but the tuned source's. *Least gain* is the worst of all pairs and tasks, in points over the unchanged
-target. Where rows of `distil` are shown: they train (100 steps towards the tuned source's outputs), so
-they are no replacement where nothing may be trained. The table above has today's default."""
-
-IDEAS = """One draw each, 100 samples, on the tasks that settings were chosen on (mnist, fashion, drawings) and four
-pairs (narrow → wide, wide → narrow, twin → deep, deep → narrow); rows were run in as many of the twelve cells as the
-last column says, and BiCo in the same cells stands beside them. Kept: whitened outputs of equal weight, the second
-pass, augmented views of images, a scale for each role, and no patch embedding. Not kept, because they do not help or
-no longer do beside those: soft and random labels, truncation and shrinkage by noise, regression in place of
-isometries, whitened or centred inputs, one map along the residual stream, third and fourth passes, a scale for each
-block or site, matching blocks by CKA, splitting or summing over blocks. The rows called *a limit* look at the
-oracle's own change and are no method: with the right maps the form R_outᵀ τ R_in carries nearly all of the gain, so
-what is missing is in the maps that activations and gradients of frozen models can tell."""
-
-WARM = """The target is tuned by the zoo's protocol on all training samples, from where it is and from what the
-default method moved with 100 unlabelled samples; every ten steps the held-out tenth is scored. Columns of goals: steps
-until so much of the cold start's gain is there, moved start / cold start. One task and one draw so far."""
-
-DEPTH = """Block i of MiniLM-L6 descends from block 2i of gte-small. Likeness of what the MLP reads, on 100 sentences;
-the paper's rule, nearest in relative depth, is closest to the truth, and stays."""
 
 
 def read(name: str) -> dict[str, Any]:
@@ -205,58 +147,6 @@ def readme_table(results: dict[str, Any]) -> str:
     return common.table(header, rows)
 
 
-MODELS = {
-    "smollm2-135m-instruct": "SmolLM2-135M",
-    "gemma-3-270m": "Gemma-3-270M",
-    "qwen2.5-coder-0.5b-instruct": "Qwen2.5-Coder-0.5B",
-    "qwen2.5-coder-1.5b-instruct": "Qwen2.5-Coder-1.5B",
-}
-LANGUAGE_ROWS = {
-    "BiCo, automatic scale": "+ BiCo, scale chosen on the samples",
-    "the default": "+ the default",
-    "refined from the default, 30 steps": "+ the default and `--refine 30`: 30 training steps without labels",
-    "refined, no move, 30 steps": "the same 30 steps from nothing (`--method cold --refine 30`)",
-    "LoRA from nothing, labels, 30 steps": "a new LoRA, 30 steps on the same samples with their labels",
-}
-
-
-def language_cells(cells: dict[str, Any]) -> dict[str, Any]:
-    """Pairs and tasks with 100 samples in which every row of the README's table was run."""
-    rows, hundred = set(LANGUAGE_ROWS), {key: cell for key, cell in cells.items() if key.split()[3:4] == ["100"]}
-    return {key: cell for key, cell in hundred.items() if rows <= set(cell.get("ways", {}))}
-
-
-def language_numbers(cells: dict[str, Any]) -> dict[str, str]:
-    """Means over those cells, for the text of the findings."""
-    some = list(language_cells(cells).values())
-    names = zip(("l_bico", "l_default", "l_refined", "l_cold", "l_scratch"), LANGUAGE_ROWS, strict=True)
-    return {
-        "l_target": _mean_of(some, lambda cell: cell["target"]),
-        "l_oracle": _mean_of(some, lambda cell: cell["oracle"]),
-        **{name: _mean_of(some, lambda cell, way=way: cell["ways"][way]["score"]) for name, way in names},
-    }
-
-
-def language_table(cells: dict[str, Any]) -> str:
-    """Real language models, over the pairs and tasks in which every row was run; short enough for the README."""
-    whole = language_cells(cells)
-    mean = partial(_mean_of, list(whole.values()))
-    rows = [["unchanged target", mean(lambda cell: cell["target"]), ""]]
-    for way, name in LANGUAGE_ROWS.items():
-        rows.append([name, mean(lambda cell, way=way: cell["ways"][way]["score"]),
-                     mean(lambda cell, way=way: cell["ways"][way]["cpu"], 0)])  # fmt: skip
-    rows.append(["a new LoRA on all samples of the task", mean(lambda cell: cell["oracle"]),
-                 mean(lambda cell: cell["oracle cpu"], 0)])  # fmt: skip
-    tasks = sorted({key.split()[0] for key in whole})
-    pairs = sorted({" → ".join(MODELS.get(name, name) for name in key.split()[1:3]) for key in whole})
-    title = f"{'; '.join(pairs)}: a LoRA that classifies ({', '.join(tasks)}), 100 samples"
-    return common.table([title, "right answers, %", "CPU-seconds"], rows)
-
-
-def _mean_of(cells: list[Any], value: Callable[[Any], float], digits: int = 1) -> str:
-    return f"{statistics.mean(map(value, cells)):.{digits}f}"
-
-
 def few_shot_rows(scenarios: dict[str, Any]) -> list[list[str]]:
     """What a user would do instead, on the same draws and tasks."""
     rows = []
@@ -307,25 +197,22 @@ def plain_part(name: str, title: str, words: str) -> list[str]:
         return []
     seconds = read(name).get("seconds", 0)
     command = f"`python benchmarks/quality/{name}.py --json benchmarks/results/{name}.json`"
-    took = f", {seconds / 60:.0f} minutes" if seconds else ""
+    took = f", {seconds / 60:.0f} minutes" if seconds >= 60 else ""
     return [f"\n## {title}\n\n{words} {command}{took}.\n\n{path.read_text().strip()}"]
 
 
 def page() -> str:
     """The findings and their figures."""
-    zoo_results, real, frontier, causal = (read(name) for name in ("zoo", "real_pairs", "frontier", "causal"))
+    zoo_results, real, causal = (read(name) for name in ("zoo", "real_pairs", "causal"))
     mean, scenarios = zoo.averages(zoo_results), zoo.at_hundred(zoo_results)
     few = {row[0]: row[2] for row in few_shot_rows(scenarios)}
     vision = {line.row: line for line in real_lines(real["real/vision"], "cifar10")}
-    share = partial(frontier_share, frontier)
     text = (Path(__file__).parent / "findings.md").read_text().format(
         pairs=len(scenarios),
         tasks=max(len(s[TARGET]) for g in scenarios.values() for s in g.values()),
         **{name: f"{mean[row]['recovered']:.0%}".replace("-", "−") for name, row in
            (("bico", "bico"), ("auto", "bico, automatic scale"), ("naive", "naive"), ("theseus", "theseus"))},
-        f_bico=share("BiCo at scale 1"),
-        f_standard=share("+ a second capture: effort standard"),
-        f_thorough=share("+ augmented views: effort thorough"),
+        **frontier_numbers(read("frontier")),
         **steps_shares(),
         **language_numbers(read("language_models")),
         few=few["few-shot"],
@@ -344,7 +231,9 @@ def page() -> str:
         "with 10. Rows that train are drawn beside those that do not. "
         "[The numbers](results-tables.md#quality-against-cost).\n\n"
         "![Recovered share against CPU-seconds, 100 samples](images/frontier-100.svg)\n\n"
-        "![The same with 10 samples](images/frontier-10.svg)",
+        "![The same with 10 samples](images/frontier-10.svg)\n\n"
+        "With 30 samples, all 16 cells, without the rows that train:\n\n"
+        "![Recovered share against CPU-seconds, 30 samples](images/frontier-30.svg)",
         few_shot_part(scenarios).strip().replace("### ", "## ", 1),
         f"## Real pre-trained pairs\n\nPublished models and data, 100 samples, one or two draws. "
         f"[The tasks](results-tables.md#real-pre-trained-pairs).\n\n{real_table(real)}",
@@ -386,16 +275,22 @@ def short_table(scenarios: dict[str, Any]) -> str:
     return common.table(["pair", "target", "BiCo", "BiCo, automatic scale"], rows)
 
 
-def frontier_share(results: dict[str, Any], way: str) -> str:
-    """The sum of the gains over the sum of the oracle's, in the cells of the zoo with 100 samples."""
-    cells = [found for name, found in results.items() if name.split()[-2:] == ["100", "0"] and zoo_cell(name)]
-    gain = sum(cell["ways"][way]["score"] - cell["target"] for cell in cells)
-    return f"{gain / sum(cell['oracle'] - cell['target'] for cell in cells):.0%}"
-
-
-def zoo_cell(name: str) -> bool:
-    """Not one of the tasks and pairs that were held out."""
-    return name.split()[0] in ("letters", "cifar10") and name.split()[1:3] != ["deep", "wide"]
+def frontier_numbers(cells: dict[str, Any]) -> dict[str, str]:
+    """Shares of the zoo by number of samples, in how many cells, for the text of the findings."""
+    ways = {"bico": "BiCo at scale 1", "standard": STANDARD, "thorough": "+ augmented views: effort thorough"}
+    known = {key: cell for key, cell in cells.items() if isinstance(cell, dict)}
+    zoo_cells = {key: cell for key, cell in known.items()
+                 if frontier.group(key) == frontier.ZOO and set(ways.values()) <= set(cell["ways"])}  # fmt: skip
+    found: dict[str, str] = {}
+    for count in (10, 30, 100):
+        for name, way in ways.items():
+            one = frontier.summed(zoo_cells, way, count)
+            if one is None:
+                raise SystemExit(f"benchmarks/results/frontier.json has no '{way}' with {count} samples")
+            found[f"f_{name}_{count}"] = f"{statistics.mean(one.share):.0%}"
+            found[f"f_places_{count}"] = str(one.places)
+            found[f"f_{name}_least_{count}"] = f"{one.least:+.1f}".replace("-", "−")
+    return found
 
 
 def steps_shares() -> dict[str, str]:
@@ -421,16 +316,8 @@ def appendix() -> str:
         parts += zoo_part(results)
     if results := read("real_pairs"):
         parts += real_part(results)
-    parts += plain_part("frontier", "Quality against cost", FRONTIER)
-    parts += plain_part("beyond", "Beyond the paper", BEYOND)
-    parts += plain_part("ideas", "What was tried beyond the paper", IDEAS)
-    parts += plain_part("warm_start", "A warm start for fine-tuning", WARM)
-    parts += plain_part("depth", "Which block feeds which, where the truth is known", DEPTH)
-    parts += plain_part("heads", "Which loss gives an encoder's gradients", HEADS)
-    parts += plain_part("head", "Does the task head of a classifier move too?", HEAD)
-    parts += plain_part("language_models", "Real language models", LANGUAGE)
-    parts += plain_part("causal", "Causal language models", CAUSAL)
-    parts += plain_part("generated", "No data at all: generated samples against real ones", GENERATED)
+    for name, (title, words) in SECTIONS.items():
+        parts += plain_part(name, title, words)
     limits = common.RESULTS / "limits.md"
     if limits.exists():
         words = (Path(__file__).parent / "analysis.md").read_text()
@@ -462,22 +349,29 @@ def with_tables(page: Path) -> str:
             found[name] = path.read_text().strip()
     if "<!-- stages -->" in text and (results := read("speed")):
         found["stages"] = stages(results)
+    if "<!-- language -->" in text and (results := read("language_models")):
+        found["language"] = language_table(results)
     for name, table in found.items():
         before, rest = text.split(f"<!-- {name} -->")
         text = f"{before}<!-- {name} -->\n{table}\n<!-- end {name} -->{rest.split(f'<!-- end {name} -->')[1]}"
     return text
 
 
+def spaced(text: str) -> str:
+    """Per cents as the pages write them: 30 %."""
+    return re.sub(r"(?<=\d)%(?=[\s|,.;:)*]|$)", " %", text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail where the page is old")
     options = parser.parse_args()
-    made = {PAGE: page(), APPENDIX: appendix(), **{path: with_tables(path) for path in TABLES}}
+    made = {PAGE: spaced(page()), APPENDIX: spaced(appendix()), **{path: with_tables(path) for path in TABLES}}
     if results := read("zoo"):
         before, rest = README.read_text().split(BEGIN)
         after = rest.split(END)[1]
         first = f"{language_table(read('language_models'))}\n\n{readme_table(results)}"
-        made[README] = f"{before}{BEGIN}\n{first}\n{END}{after}"
+        made[README] = f"{before}{BEGIN}\n{spaced(first)}\n{END}{after}"
     if options.check:
         sys.exit(0 if all(p.exists() and p.read_text() == text for p, text in made.items()) else 1)
     for path, text in made.items():

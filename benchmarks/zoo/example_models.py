@@ -90,7 +90,7 @@ def pretrain(name: str, root: Path, out: Path, steps: int) -> None:
     with staged_folder(out / name) as stage:
         model.half().save_pretrained(stage)
         words.save_pretrained(stage)
-        log = {"command": "python benchmarks/zoo/example_models.py", "steps": steps, "loss": history.looks[-1]}
+        log = {"command": "python benchmarks/zoo/example_models.py", "steps": steps, "loss": history.evaluations[-1]}
         (stage / "training.json").write_text(json.dumps(log) + "\n")
 
 

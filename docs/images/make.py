@@ -25,7 +25,7 @@ WIDTH = 80  # columns: still read on a phone
 
 def command_of(page: str) -> list[str]:
     """The words of the first transfer of a page, which the picture is of."""
-    return page.split("$ taskferry transfer ", 1)[1].split("\n", 1)[0].split()
+    return page.split("$ taskferry transfer ", 1)[1].replace("\\\n", " ").split("\n", 1)[0].split()
 
 
 def main() -> None:

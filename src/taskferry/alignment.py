@@ -30,7 +30,7 @@ from taskferry.sites.site import Site
 from taskferry.taskvector import Delta, LowRank, TaskVector, match_names, scale_delta, to_device
 
 FORMAT = "taskferry alignment 1"
-NO_CHANGE = "the task vector does not change it"
+NO_CHANGE = "unchanged by the fine-tune"
 
 
 @dataclass(frozen=True)

@@ -221,12 +221,12 @@ def test_a_trajectory_follows_a_run_and_does_not_disturb_it() -> None:
     alone, followed = PLAIN.model(16, 2, 0), PLAIN.model(16, 2, 0)
     finetune(alone, samples, NewHead(3), protocol)
     trajectory = Trajectory(followed, PLAIN.calibration().side(0))
-    trajectory.look(followed, 0)
+    trajectory.measure(followed, 0)
     finetune(followed, samples, NewHead(3), protocol, progress=trajectory.follow(followed, every=4))
     assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), followed.parameters(), strict=True))
-    assert list(trajectory.looks) == [0, 4, 6]
-    assert all(shift.direction < 1e-6 and shift.magnitude < 1e-6 for shift in trajectory.looks[0].values())
-    last = list(trajectory.looks[6].values())
+    assert list(trajectory.measurements) == [0, 4, 6]
+    assert all(shift.direction < 1e-6 and shift.magnitude < 1e-6 for shift in trajectory.measurements[0].values())
+    last = list(trajectory.measurements[6].values())
     assert last[-1].direction > last[0].direction > 0  # deeper blocks see all that changed before them
     assert {(r["step"], r["block"]) for r in trajectory.to_json()} == {(s, b) for s in (0, 4, 6) for b in (0, 1)}
 

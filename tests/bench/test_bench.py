@@ -119,7 +119,7 @@ def test_a_teacher_s_labels_replace_those_of_the_data(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["paper/table1", "paper/tableB", *(pytest.param(f"paper/table{n}", marks=pytest.mark.every) for n in "23G")]
+    "name", ["paper/tableB", *(pytest.param(f"paper/table{n}", marks=pytest.mark.every) for n in "123G")]
 )
 def test_stand_ins_run_from_end_to_end(name: str, tmp_path: Path) -> None:
     recipe, places = stand_in(load_recipe(name), tmp_path)

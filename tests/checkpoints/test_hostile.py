@@ -207,7 +207,7 @@ def test_an_expression_that_explodes_is_stopped(tmp_path: Path) -> None:
     started = time.perf_counter()
     with pytest.raises(TaskferryError, match="takes too long to match"):
         read_adapter(folder, skeleton())
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 60  # of 1.6^60 steps
     read_adapter(adapter(tmp_path / "other", target_modules=r"(x|xx)*y"), skeleton())
 
 

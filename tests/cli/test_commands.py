@@ -311,7 +311,7 @@ def test_interrupting_leaves_nothing(world: Path, tmp_path: Path) -> None:
             if "will move" in line:
                 break
         running.send_signal(signal.SIGINT)
-        _, err = running.communicate(timeout=60)
+        _, err = running.communicate(timeout=300)
         if running.returncode != 0:
             break
         shutil.rmtree(tmp_path / "moved")

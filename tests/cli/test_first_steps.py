@@ -43,7 +43,7 @@ def light(*words: str) -> str:
     """The command in a new process that may import nothing heavy, in 80 columns."""
     command = [sys.executable, "-c", WITHOUT_TORCH, *words]
     variables = {**os.environ, "COLUMNS": "80", "TERM": "dumb", "TERMINAL_WIDTH": "80"}
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
     assert all(len(line) <= 80 for line in done.stdout.splitlines()), done.stdout
     return done.stdout

@@ -41,11 +41,13 @@ def test_all_seven_projections_move(source: str, target: str, tmp_path: Path) ->
               "--calibration", data, "--samples", 16, "--max-length", 48, "--effort", "fast", "--scale", 0.1,
               "--out", tmp_path / "moved")  # fmt: skip
     record = json.loads((tmp_path / "moved" / "taskferry.json").read_text(encoding="utf-8"))
-    depth = transformers.AutoConfig.from_pretrained(REAL / target).num_hidden_layers
+    depths = [transformers.AutoConfig.from_pretrained(REAL / name).num_hidden_layers for name in (source, target)]
+    depth = depths[1]
     moved = {row["parameter"] for row in record["coverage"]["rows"] if row["status"] == "moved"}
     assert len(moved) == 7 * depth
     assert {name.split(".")[-2] for name in moved} == set(PROJECTIONS)
-    assert record["verdict"]["energy"]["moved"] > 0.999
+    # A target with fewer blocks takes the changes of as many of the source's, and the verdict says so.
+    assert record["verdict"]["energy"]["moved"] == pytest.approx(min(1.0, depth / depths[0]), abs=0.02)
     model = transformers.AutoModelForCausalLM.from_pretrained(REAL / target)
     loaded = peft.PeftModel.from_pretrained(model, tmp_path / "moved")
     assert sum("lora_B" in name for name, _ in loaded.named_parameters()) == 7 * depth

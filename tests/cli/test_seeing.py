@@ -20,7 +20,7 @@ peft = pytest.importorskip("peft")
 pytest.importorskip("datasets")
 pytest.importorskip("torchvision")
 
-FAMILIES = ("llava", "gemma3", "qwen2-vl")
+FAMILIES = ("llava", "gemma3", "qwen2-vl", pytest.param("mistral3", marks=pytest.mark.every))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -71,7 +71,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     ("kind", "more"),
     [
         ("language", {}),
-        ("language", {"engine": "blockwise"}),
+        ("language", {"engine": "blockwise", "method": "bico"}),
+        pytest.param("language", {"engine": "blockwise"}, marks=pytest.mark.every),
         ("language", {"refine": 2, "scale": 1.0}),
         ("texts", {}),
         pytest.param("texts", {"engine": "blockwise", "method": "bico"}, marks=pytest.mark.every),

@@ -28,7 +28,7 @@ def peak_of(work: object) -> int:
     return max(device.peak for device in pretend.DEVICES)
 
 
-@pytest.mark.parametrize("method", ["bico", "twofold"])
+@pytest.mark.parametrize("method", ["bico", pytest.param("twofold", marks=pytest.mark.every)])
 def test_a_capture_goes_on_in_halves_with_the_same_result(method: str) -> None:
     tiny = TINY["bert"]
     A, B = tiny.model(16, 2, seed=1).double(), tiny.model(24, 3, seed=2).double()

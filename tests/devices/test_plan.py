@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from taskferry.example import FILES
 from taskferry.jobs.device_plan import on_device
 from taskferry.jobs.opening import without_weights
 from taskferry.jobs.plan import method_cost
@@ -63,8 +64,20 @@ def test_the_plan_is_within_a_tenth_of_what_a_device_counts(
     given = {"source_base": tmp_path / "a", "target_base": tmp_path / "b", "source_tuned": tmp_path / "lora"}
     given = {name: str(path) for name, path in given.items()}
     given |= {"calibration": str(folders.prompts(tmp_path / "p.jsonl")), "micro_batch": 6, "dtype": dtype, **more}
+    assert_near(given, tmp_path)
+
+
+@pytest.mark.every
+def test_the_default_with_its_second_capture(tmp_path: Path) -> None:
+    """On the package's example, where the first change helps: widths 96 and 128, two captures in two folds."""
+    names = {"source_base": "base-a", "target_base": "base-b", "source_tuned": "my-lora", "calibration": "data.jsonl"}
+    given = {name: str(FILES / file) for name, file in names.items()}
+    assert_near({**given, "samples": 32, "micro_batch": 8}, tmp_path)
+
+
+def assert_near(given: dict[str, Any], folder: Path) -> None:
     plan = planned(given)
-    ratios = {engine: plan[engine] / seen(given, engine, tmp_path / engine) for engine in ("whole", "blockwise")}
+    ratios = {engine: plan[engine] / seen(given, engine, folder / engine) for engine in ("whole", "blockwise")}
     assert all(abs(ratio - 1) < NEAR for ratio in ratios.values()), ratios
 
 

@@ -25,7 +25,8 @@ FROM_NOTHING = ROOT / "docs" / "start.md"  # .ci/five_minutes.py runs it in a cl
 
 
 def commands(page: Path) -> list[list[str]]:
-    lines = [line for block in blocks(page, "console") for line in block.splitlines() if line.startswith("$ ")]
+    whole = [block.replace("\\\n", " ") for block in blocks(page, "console")]  # a command may go on below
+    lines = [line for block in whole for line in block.splitlines() if line.startswith("$ ")]
     return [shlex.split(line[2:]) for line in lines]
 
 
@@ -38,7 +39,8 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folders.shifted(root / "base-a", root / "tuned-a", size=0.02)
     folders.lora(root / "base-a", root / "my-lora", ["q_proj", "v_proj"], task_type="CAUSAL_LM")
     shutil.copytree(root / "my-lora", root / "adapters" / "one")
-    folders.prompts(root / "data.jsonl")
+    for name in ("data.jsonl", "test.jsonl"):
+        folders.prompts(root / name)
     return root
 
 
@@ -75,7 +77,7 @@ def torchrun(words: list[str], desk: Path) -> None:
     start = words.index("taskferry") + 1
     if words[start] == "fit":
         whole = [sys.executable, "-m", "torch.distributed.run", *words]
-        done = subprocess.run(whole, cwd=desk, timeout=300, capture_output=True, text=True, check=False)
+        done = subprocess.run(whole, cwd=desk, timeout=900, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     else:
         ranks(int(words[words.index("--nproc-per-node") + 1]), *words[start:], cwd=desk)

@@ -23,7 +23,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("docs") / "site"
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", str(ROOT / "mkdocs.yml"), "-d", str(out)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
-    done = subprocess.run(build, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    done = subprocess.run(build, capture_output=True, text=True, env=environment, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
@@ -73,7 +73,7 @@ def test_no_page_is_wider_than_the_screen(site: Path, width: int, tmp_path: Path
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
                f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1600,900", "--virtual-time-budget=8000",
                "--dump-dom", start.as_uri()]  # fmt: skip
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     widths = {name: re.search(rf'data-{re.sub(r"[^a-z]", "", name)}="(\d+)"', shown) for name in names}
     for name, found in widths.items():
         assert found is not None, f"{name} was not measured"

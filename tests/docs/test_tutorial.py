@@ -20,7 +20,7 @@ def execute(path: Path) -> Any:
     # Its last cell is the transfer of docs/start.md, which .ci/five_minutes.py runs in full: here on fewer samples.
     (last,) = (cell for cell in notebook.cells if cell.cell_type == "code" and "TransferSettings(\n" in cell.source)
     last.source = last.source.replace("TransferSettings(\n", "TransferSettings(\n        samples=16,\n")
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(path.parent)}}).execute()
     return notebook
 
 
@@ -46,6 +46,8 @@ def test_the_tutorial_runs_and_shows_what_it_did(monkeypatch: pytest.MonkeyPatch
     before, after = map(float, now)
     assert before - after > 0.1
     assert [before, after] == pytest.approx(list(map(float, then)), abs=0.02), "run docs/tutorial.ipynb and commit it"
+    covered = [re.findall(r"<strong>Coverage</strong>.*?</table>", text, re.DOTALL) for text in (shown, committed)]
+    assert covered[0] == covered[1], "run docs/tutorial.ipynb and commit it"
     for text in (shown, committed):
         assert "<progress" in text
         assert "Traceback" not in text

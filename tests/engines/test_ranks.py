@@ -118,7 +118,7 @@ def torchrun(given: list[str], **environment: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
     done = subprocess.run(
-        [*command, "taskferry", *given], capture_output=True, text=True, env=variables, timeout=120, check=False
+        [*command, "taskferry", *given], capture_output=True, text=True, env=variables, timeout=600, check=False
     )
     assert done.returncode, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 def script(name: str, *arguments: object, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
@@ -84,11 +84,11 @@ def test_adapters_for_a_server(demo: Path) -> None:
 def test_a_trajectory(demo: Path) -> None:
     pytest.importorskip("accelerate")
     told = script("trajectory.py", "base-a", "data.jsonl", "--steps", 20, "--out", "run", cwd=demo).stdout
-    looks = json.loads((demo / "run" / "trajectory.json").read_text())["looks"]
-    assert [look["step"] for look in looks] == [10, 20]
-    assert 0 < looks[0]["norm"] < looks[1]["norm"]
-    assert 0.5 < looks[0]["cosine"] < 1
-    assert f"norm {looks[1]['norm']:.3f}" in told
+    measurements = json.loads((demo / "run" / "trajectory.json").read_text())["measurements"]
+    assert [measurement["step"] for measurement in measurements] == [10, 20]
+    assert 0 < measurements[0]["norm"] < measurements[1]["norm"]
+    assert 0.5 < measurements[0]["cosine"] < 1
+    assert f"norm {measurements[1]['norm']:.3f}" in told
 
 
 def test_merging_with_mergekit(tmp_path: Path) -> None:

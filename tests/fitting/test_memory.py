@@ -15,7 +15,7 @@ from taskferry.fitting.models import frozen
 from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.statistics import Statistics
 from taskferry.jobs.cost import Plan
-from taskferry.jobs.plan import plan_job
+from taskferry.jobs.plan import _trial, plan_job
 from taskferry.methods import Job, find
 from taskferry.sites.discovery import find_sites
 from taskferry.sites.pairing import pair_sites
@@ -86,6 +86,31 @@ def test_a_plan_counts_the_maps_of_the_real_capture() -> None:
     assert plan.tokens == pytest.approx(max(q.rows for _, q in maps), rel=0.05)
     assert plan.seconds == pytest.approx(sum(plan.stages.values()))
     assert plan.memory_bytes > plan.weights_bytes > 0
+
+
+def test_a_plan_counts_the_copy_that_trying_a_scale_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the weights that move: more than all else, where a model is deep and samples are few."""
+    monkeypatch.setattr("taskferry.jobs.plan.resident", lambda: 0)
+    A, B = LLAMA.model(32, 2, 0), LLAMA.model(128, 24, 1)
+    calibration = LLAMA.calibration(samples=2)
+    pairs, _ = pair_sites(find_sites(A), find_sites(B))
+    moving = sum(B.get_parameter(p.target.weight).nbytes for p in pairs)
+    names = sorted({p.source.weight for p in pairs})
+    plan = planned(A, B, calibration, names=names, scale="auto")
+    assert plan.memory_bytes > moving
+    assert planned(A, B, calibration).memory_bytes < moving  # maps for any change: no scale is tried
+
+
+def test_a_plan_counts_the_largest_micro_batch() -> None:
+    """Samples are sorted by length: the first micro-batch is the shortest."""
+    A, B = LLAMA.model(32, 2, 0), LLAMA.model(48, 2, 1)
+    pairs, _ = pair_sites(find_sites(A), find_sites(B))
+    batches = [LLAMA.batch(0, 2), LLAMA.batch(2, 14)]
+    found = []
+    for order in (batches, batches[::-1]):
+        trial = _trial(A, B, pairs, Calibration([(batch, batch) for batch in order]))
+        found.append(trial.share * trial.graph[1])
+    assert found[0] == pytest.approx(found[1], rel=0.1)
 
 
 def test_a_plan_of_fewer_changes_costs_less() -> None:

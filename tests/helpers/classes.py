@@ -244,6 +244,7 @@ CLASSES = (
             "SiglipVisionModel",
         )
     ),
+    Class("DINOv3ViTModel", "vision", {**IMAGES, "num_attention_heads": 2}),  # a head turns in quarters
     Class("SwinModel", "vision", {**STAGES, "embed_dim": "width", "num_heads": [2, 4], "window_size": 4}),
     Class("ConvNextModel", "vision", {**STAGES, "hidden_sizes": ["width", "double"], "num_stages": 2}),
     Class("CLIPModel", "vision", {**TOWERS, "projection_dim": "head"}),

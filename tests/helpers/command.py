@@ -61,7 +61,7 @@ def _variables() -> dict[str, str]:
 
 def _new(words: list[str], cwd: Path | None, variables: dict[str, str]) -> Ran:
     command = [str(Path(sys.executable).with_name("taskferry")), *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=variables, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=variables, timeout=1800, check=False)
     return Ran(done.returncode, done.stdout, done.stderr)
 
 

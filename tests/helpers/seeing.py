@@ -22,7 +22,15 @@ MARKS = {  # the token of a picture in a text, and others that its processor wri
     "llava": ("<image>",),
     "gemma3": ("<boi>", "<soft>", "<eoi>"),
     "qwen2-vl": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
 }
+PICTURES = {  # what a template writes for one; the processor makes as many tokens of it as the picture has
+    "llava": "<image>",
+    "gemma3": "<boi>",
+    "qwen2-vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "mistral3": "[IMG]",
+}
+TOKENS = {"llava": "<image>", "gemma3": "<soft>", "mistral3": "[IMG]"}  # that the model replaces by a picture
 
 
 def _text(width: int, depth: int) -> dict[str, Any]:
@@ -85,7 +93,7 @@ def folder(out: Path, family: str, width: int, depth: int, seed: int) -> Path:
         names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
         more = dict(zip(names, ids.values(), strict=True))
     else:
-        more = {"image_token_index": ids["<image>" if family == "llava" else "<soft>"]}
+        more = {"image_token_index": ids[TOKENS[family]]}
     if family == "gemma3":
         more |= {"boi_token_index": ids["<boi>"], "eoi_token_index": ids["<eoi>"]}
     torch.manual_seed(seed)
@@ -98,8 +106,7 @@ def _processor(family: str) -> Any:
     transformers = pytest.importorskip("transformers")
     tokenizer = train("pieces")
     marks = MARKS[family]
-    picture = {"llava": "<image>", "gemma3": "<boi>", "qwen2-vl": "<|vision_start|><|image_pad|><|vision_end|>"}[family]
-    template = TEMPLATE.replace("IMAGE", picture)
+    template = TEMPLATE.replace("IMAGE", PICTURES[family])
     if family == "gemma3":
         named = dict(zip(("boi_token", "image_token", "eoi_token"), marks, strict=True))
         tokenizer = transformers.PreTrainedTokenizerFast(
@@ -114,6 +121,10 @@ def _processor(family: str) -> Any:
         images = transformers.Qwen2VLImageProcessor(size=size, patch_size=8)
         videos = transformers.Qwen2VLVideoProcessor(patch_size=8)
         return transformers.Qwen2VLProcessor(images, tokenizer, videos, chat_template=template)
+    if family == "mistral3":
+        images = transformers.PixtralImageProcessor(size={"longest_edge": 32}, patch_size={"height": 16, "width": 16})
+        return transformers.PixtralProcessor(images, tokenizer, patch_size=8, spatial_merge_size=2,
+                                             chat_template=template)  # fmt: skip
     images = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     return transformers.LlavaProcessor(images, tokenizer, patch_size=8, vision_feature_select_strategy="default",
                                        chat_template=template, num_additional_image_tokens=1)  # fmt: skip

@@ -59,18 +59,20 @@ def test_a_full_fine_tune(tmp_path: Path) -> None:
     model = hf("LlamaForCausalLM", 16, 2, vocab_size=32, num_key_value_heads=2)
     base = copy.deepcopy(model)
     told, keep = run(model, tmp_path)
-    assert [look["step"] for look in told["looks"]] == [2, 4, 5]
+    assert [measurement["step"] for measurement in told["measurements"]] == [2, 4, 5]
     end = flat(keep.models[5], base)
-    for look in told["looks"]:
-        then = flat(keep.models[look["step"]], base)
-        assert look["norm"] == pytest.approx(float(then.norm()), rel=1e-5)
-        assert look["cosine"] == pytest.approx(float(F.cosine_similarity(then, end, dim=0)), abs=1e-6)
-        for block, part in look["blocks"].items():
-            assert part["norm"] == pytest.approx(float(flat(keep.models[look["step"]], base, block).norm()), rel=1e-5)
-    assert told["looks"][-1]["cosine"] == pytest.approx(1)
-    assert told["looks"][0]["cosine"] < 0.99
-    assert set(told["looks"][0]["blocks"]) == {"model.layers.0", "model.layers.1", "other"}
-    assert not [f for f in tmp_path.iterdir() if f.name.startswith(".")], "looks were left behind"
+    for measurement in told["measurements"]:
+        then = flat(keep.models[measurement["step"]], base)
+        assert measurement["norm"] == pytest.approx(float(then.norm()), rel=1e-5)
+        assert measurement["cosine"] == pytest.approx(float(F.cosine_similarity(then, end, dim=0)), abs=1e-6)
+        for block, part in measurement["blocks"].items():
+            assert part["norm"] == pytest.approx(
+                float(flat(keep.models[measurement["step"]], base, block).norm()), rel=1e-5
+            )
+    assert told["measurements"][-1]["cosine"] == pytest.approx(1)
+    assert told["measurements"][0]["cosine"] < 0.99
+    assert set(told["measurements"][0]["blocks"]) == {"model.layers.0", "model.layers.1", "other"}
+    assert not [f for f in tmp_path.iterdir() if f.name.startswith(".")], "measurements were left behind"
 
 
 def test_the_inputs_of_layers(tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_the_inputs_of_layers(tmp_path: Path) -> None:
 
     for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"):
         before, after = inputs(base, name), inputs(keep.models[4], name)
-        found = next(look for look in told["looks"] if look["step"] == 4)["inputs"][name]
+        found = next(measurement for measurement in told["measurements"] if measurement["step"] == 4)["inputs"][name]
         assert found["direction"] == pytest.approx(
             float((1 - F.cosine_similarity(before, after, dim=-1)).mean()), abs=1e-5
         )
@@ -111,8 +113,8 @@ def test_a_lora(tmp_path: Path) -> None:
         ).detach().double()  # fmt: skip
 
     first, end = products(keep.models[2]), products(keep.models[5])
-    assert told["looks"][0]["norm"] == pytest.approx(float(first.norm()), rel=1e-4)
-    assert told["looks"][0]["cosine"] == pytest.approx(float(F.cosine_similarity(first, end, dim=0)), abs=1e-5)
-    inputs = told["looks"][-1]["inputs"]
+    assert told["measurements"][0]["norm"] == pytest.approx(float(first.norm()), rel=1e-4)
+    assert told["measurements"][0]["cosine"] == pytest.approx(float(F.cosine_similarity(first, end, dim=0)), abs=1e-5)
+    inputs = told["measurements"][-1]["inputs"]
     assert not any("lora_" in name for name in inputs)
     assert any("down_proj" in name and site["direction"] > 0 for name, site in inputs.items())

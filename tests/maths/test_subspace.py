@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from taskferry.maths.subspace import by_strongest, strongest
+from taskferry.maths.subspace import by_strongest, products, strongest
 from taskferry.maths.sums import CrossCovariance, solve_all
 from taskferry.maths.whitening import Whitened
 from tests.helpers.tiny import relative
@@ -108,8 +108,58 @@ def test_numbers_that_are_not_finite_are_refused(kind: type[CrossCovariance]) ->
 
 def test_the_decomposition_is_that_of_the_matrix() -> None:
     C = rows(90, 120, 0, steep=0.3)
-    U, sigma, V = by_strongest(C, 60)
+    U, sigma, V = by_strongest(products(C), (90, 120), 60, C)
     assert relative((U * sigma) @ V.T, C) < 1e-6
     assert relative(U.T @ U, torch.eye(60, dtype=torch.float64)) < 1e-8
-    V_2, sigma_2, U_2 = by_strongest(C.T, 60)
+    V_2, sigma_2, U_2 = by_strongest(products(C.T), (120, 90), 60, C)
     assert relative((U_2 * sigma_2) @ V_2.T, C) < 1e-6
+    X, Y = rows(70, 90, 1), rows(70, 120, 2)
+    for width, of_rows, of_matrix in zip((120, 90), products(X, Y), products(X.T @ Y), strict=True):
+        Z = rows(width, 3, 3)
+        assert relative(of_rows(Z), of_matrix(Z)) < 1e-12
+
+
+@pytest.mark.parametrize("count", [200, 2000], ids=["rows", "sums"])
+def test_a_strong_mean_hides_no_directions(count: int) -> None:
+    """Activations are not centred, and sums are in float32: what a map keeps of the rest must not drown in rounding."""
+    latent = torch.cat([torch.full((count, 1), 100.0, dtype=torch.float64), rows(count, 60, 0, steep=0.0)], 1)
+    X_A = (latent @ rotation(300, 1)[:61]).float()
+    X_B = (latent @ rotation(320, 2)[:61]).float()
+    narrow, rank = solved(CrossCovariance, X_A, X_B, 100)
+    other = X_A - X_A.mean(0)
+    assert rank >= 61
+    assert relative(other @ narrow, X_B - X_B.mean(0)) < 0.02
+
+
+@pytest.mark.parametrize("count", [80, 500], ids=["rows", "sums"])
+def test_models_that_differ_by_a_rotation_have_spans_that_differ_by_it(count: int) -> None:
+    turn = rotation(90, 4)
+    X = rows(count, 90, 0, steep=0.02) @ rotation(90, 1)
+    R, rank = solved(Whitened, X, X @ turn, 30)
+    P = R @ turn.T
+    assert rank == 30
+    assert relative(P, P.T) < 1e-6
+    assert relative(P @ P, P) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_number_of_rows_does_not_say_how_many_directions_a_map_has(kind: type[CrossCovariance]) -> None:
+    """Maps of a fold are judged in place of those of all samples: they are of one kind."""
+    for count in (15, 25, 45, 85, 400):
+        X_A, X_B = spread(count, 88)
+        assert solved(kind, X_A, X_B, 20)[1] == min(count, 20)
+
+
+def test_a_residual_counts_what_lies_outside_of_the_span() -> None:
+    latent = rows(600, 90, 0, steep=0.02)
+    X_A, X_B = latent @ rotation(90, 1), (latent + rows(600, 90, 3, steep=0.02)) @ rotation(120, 2)[:90]
+    found = []
+    for directions in (0, 30):
+        sums = Whitened(90, 120, directions=directions)
+        sums.add(X_A, X_B)
+        found.append((sums.ready().matrix(), *sums.solve()))
+    (C, whole, quality), (_, narrow, told) = found
+    exact = quality.similarity * float((narrow.dense() * C).sum() / (whole.dense() * C).sum())
+    assert told.similarity <= exact
+    assert told.similarity == pytest.approx(exact, rel=0.3)
+    assert told.residual > quality.residual

@@ -148,7 +148,7 @@ class Together:
 
     def __init__(self, size: int) -> None:
         self.given: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=120)
 
     def run(self, parts: Sequence[CrossCovariance], owner: int) -> list[CrossCovariance]:
         with ThreadPoolExecutor(len(parts)) as threads:

@@ -119,6 +119,7 @@ def test_the_example_moves_as_before() -> None:
 
 
 @pytest.mark.real
+@pytest.mark.every
 @pytest.mark.usefixtures("_scale_of_one")
 def test_real_encoders_move_as_before(shared: Path, tmp_path: Path) -> None:
     """all-MiniLM-L6 to gte-small, six blocks to twelve, prototypes of labelled sentences."""

@@ -21,7 +21,7 @@ from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Side, collect
 from taskferry.fitting.objectives import Classifier, Logits
 from taskferry.fitting.scale import calibration_loss, moved_by
-from taskferry.fitting.statistics import Capture, Statistics
+from taskferry.fitting.statistics import BASE, Capture, Point, Statistics
 from taskferry.maths.whitening import UnitRows, Whitened
 from taskferry.methods import Job, run
 from taskferry.methods.twofold import ALONE, PATCH, with_views
@@ -180,6 +180,18 @@ def test_without_a_task_vector_all_maps_are_those_of_the_first_capture() -> None
     assert fitted.alignment.reasons["embeddings.patch_embeddings.projection.weight"] == PATCH
 
 
+def test_sums_are_taken_again_for_the_same_capture_alone() -> None:
+    """Those of another capture (fewer directions, another first point) would give its maps."""
+    given = job("llama", (16, 2), (24, 3))
+    maps, half = given.maps(), Point(0.5 * given.tau, TaskVector({}))
+    wanted = Capture(sums=Whitened, points=(BASE, half))
+    fresh = flat(rebuilt(given).move(wanted, maps).tau)
+    for other in (Capture(sums=Whitened, directions=3), Capture(sums=Whitened, points=(half,)), Capture(sums=Whitened)):
+        again = rebuilt(given)
+        again.move(replace(other, again=True), maps)
+        assert relative(flat(again.move(wanted, maps).tau), fresh) < 1e-12
+
+
 def test_finished_groups_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = rebuilt(helpful(), work=Work(sums_memory=1000, resume=tmp_path / "groups"))
     moved = run("twofold", given)
@@ -270,8 +282,9 @@ def test_the_record_tells_samples_from_views_and_the_scale() -> None:
     assert helps.curve is not None
     assert helps.provenance["scale"] == pytest.approx(helps.curve.best)
     assert helps.provenance["calibration"]["views"] == 0  # its head is made from the samples
-    with pytest.raises(TaskferryError, match="views is 0 or more"):
-        run("twofold", given, views=-1)
+    for wrong in ({"views": -1}, {"directions": -1}, {"halfway": 1.5}):
+        with pytest.raises(TaskferryError, match="views and directions are 0 or more"):
+            run("twofold", given, **wrong)
 
 
 def test_float32_gives_what_float64_gives() -> None:

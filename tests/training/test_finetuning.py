@@ -82,8 +82,8 @@ def test_equal_to_the_protocol_written_by_hand() -> None:
         optimiser.step()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
-    looks = [step for step, _, _ in history.looks]
-    assert looks == [4, 8, 10]
+    evaluations = [step for step, _, _ in history.evaluations]
+    assert evaluations == [4, 8, 10]
     logits = layer(twin(data.batch(held_out).inputs["x"]))
     by_hand = 100 * float((logits.argmax(1) == data.labels[held_out]).float().mean())
     assert history.validation == pytest.approx(by_hand)
@@ -197,7 +197,7 @@ JUDGED = SETTINGS.model_copy(update={"every": 1, "validation": 0.0})
 
 def looks_of(folder: Path) -> int:
     with open_safetensors(folder / CHECKPOINT, KIND) as (_, header):
-        return len(header["looks"])
+        return len(header["evaluations"])
 
 
 def test_the_weights_that_the_judge_likes_best_are_left() -> None:
@@ -205,7 +205,7 @@ def test_the_weights_that_the_judge_likes_best_are_left() -> None:
     assert history.best == 10
     third, history = judged([5.0, 4.0, 3.0, 1.0, *[2.0] * 5, 9.0])
     assert history.best == 3
-    assert [step for step, _ in history.judged] == list(range(9))  # five looks without a better one end it
+    assert [step for step, _ in history.judged] == list(range(9))  # five evaluations without a better one end it
     first, _ = judged([5.0, 4.0, 3.0, 1.0, 1.5, 2.5, 3.5, 1.2, 1.1, 9.0])  # other words, the same choice
     assert torch.equal(third.blocks[0].weight, first.blocks[0].weight)
     assert not torch.equal(third.blocks[0].weight, falling.blocks[0].weight)

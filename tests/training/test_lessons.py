@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from taskferry.calibration.language import Segment, language_calibration
 from taskferry.calibration.vocabulary import translation
 from taskferry.fitting.language import expected
 from taskferry.fitting.objectives import Classifier, Function
-from taskferry.fitting.scale import moved_by
-from taskferry.methods import Job, run
+from taskferry.fitting.scale import ScaleCurve, moved_by
+from taskferry.methods import Job, distil, run
 from taskferry.training.lessons import Classes, Lesson, Likeness, Tokens, lesson_of, trimmed
 from tests.helpers import texts, tiny
 from tests.helpers.tiny import job, rebuilt
@@ -180,3 +181,16 @@ def test_labels_do_not_matter_from_a_cold_start() -> None:
     wrong = rebuilt(given, calibration=given.calibration.with_labels(torch.zeros(24, dtype=torch.long)))
     first, second = (run("distil", j, steps=3, start="cold").tau for j in (given, wrong))
     assert all(torch.equal(delta, second.deltas[name]) for name, delta in first.deltas.items())
+
+
+def test_a_move_that_was_refused_is_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `transfer --refine`: the target itself is refined then, in the weights that would have moved."""
+    given = job("vit", (16, 2), (24, 3))
+    moved = run("bico", given)
+    found = {}
+    for best in (0.0, 1.0):
+        curve = ScaleCurve(((0.0, 1.0), (1.0, 2.0)), best)
+        monkeypatch.setattr(distil, "run", lambda *_, curve=curve: replace(moved, curve=curve))
+        found[best] = run("distil", given, steps=1, learning_rate=1e-12, start="twofold").tau
+    assert found[0.0].norm() < 1e-3 * moved.tau.norm()
+    assert (found[1.0] - moved.tau).norm() < 1e-3 * moved.tau.norm()

@@ -85,7 +85,7 @@ def test_refining_lowers_the_loss_on_samples_kept_aside(name: str, form: str) ->
     given = with_low_rank(given) if form == "lora" else given
     start = run("cold", given).tau
     refined = refine(given.pair, given.tau, start, Refinement(steps=12, learning_rate=5e-3, views=1))
-    losses = dict(refined.looks)
+    losses = dict(refined.evaluations)
     assert refined.kept > 0
     assert losses[refined.kept] < losses[0]
     assert refined.samples == 5

@@ -172,7 +172,7 @@ def _along(checkpoints: Sequence[str], source: Loaded, batches: Sequence[Batch])
         number = re.search(r"(\d+)\D*$", given)  # checkpoint-500
         with moved_by(source.model, load_tuned(given, source).tau) as set_scale:
             set_scale(1.0)
-            trajectory.look(source.model, int(number.group(1)) if number else place)
-    if len(trajectory.looks) < len(checkpoints):
+            trajectory.measure(source.model, int(number.group(1)) if number else place)
+    if len(trajectory.measurements) < len(checkpoints):
         raise TaskferryError("two checkpoints have the same step in their names: name them by their steps")
     return trajectory.to_json()

@@ -2,7 +2,7 @@
 
 >>> trajectory = Trajectory(model, batches)                       # before training
 >>> finetune(model, data, objective, progress=trajectory.follow(model, every=100))
->>> trajectory.looks[100]                                         # block -> shift of its inputs
+>>> trajectory.measurements[100]                                         # block -> shift of its inputs
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ class Trajectory:
     def __init__(self, base: nn.Module, batches: Sequence[Batch]) -> None:
         self.base = copy.deepcopy(base)
         self.batches = batches
-        self.looks: dict[int, Blocks] = {}
+        self.measurements: dict[int, Blocks] = {}
 
-    def look(self, model: nn.Module, step: int) -> Blocks:
+    def measure(self, model: nn.Module, step: int) -> Blocks:
         """Measure a model at a step: one forward pass of it and of the base, nothing of it changes."""
         rows = agreement(self.base, model, self.batches)
         direction = by_block(rows, lambda row: row.inputs.direction)
         magnitude = by_block(rows, lambda row: row.inputs.magnitude)
-        self.looks[step] = {place: Shift(direction[place], magnitude[place]) for place in direction}
-        return self.looks[step]
+        self.measurements[step] = {place: Shift(direction[place], magnitude[place]) for place in direction}
+        return self.measurements[step]
 
     def follow(self, model: nn.Module, every: int = 100) -> Callable[[int, int, float], None]:
-        """A progress function for `finetune`: looks every so many steps, and at the last."""
+        """A progress function for `finetune`: measures every so many steps, and at the last."""
 
         def step_done(step: int, steps: int, loss: float) -> None:  # noqa: ARG001
             if step % every == 0 or step == steps:
-                self.look(model, step)
+                self.measure(model, step)
 
         return step_done
 
@@ -48,6 +48,6 @@ class Trajectory:
         """One row a step and block."""
         return [
             {"step": step, "stack": stack, "block": block, "direction": s.direction, "magnitude": s.magnitude}
-            for step, blocks in self.looks.items()
+            for step, blocks in self.measurements.items()
             for (stack, block), s in blocks.items()
         ]

@@ -116,7 +116,7 @@ def next_after(settings: TransferSettings, outcome: Outcome) -> str:
         return f"rm -r {shlex.quote(str(settings.out))}, then the same command without --scale"
     lines = [evaluation(settings, outcome), f"taskferry report {shlex.quote(str(settings.out))}"]
     if not settings.refine and settings.engine_name == "whole" and len(outcome.record["calibration"]["indices"]) >= FEW:
-        lines.append("to recover more by training: add --refine 100 and another --out")
+        lines.append("to recover more by training: add --refine 30 and another --out")
     return "\n       ".join(lines)
 
 

@@ -34,12 +34,17 @@ TIMEOUT = 600  # seconds that one rank waits for another
 T = TypeVar("T")
 
 
+def take_device() -> None:
+    """The GPU of this rank, where there are any: before a model is loaded, or all ranks load theirs on the first."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
 @contextmanager
 def process_group(timeout: float = TIMEOUT) -> Iterator[None]:
     """The ranks of this job together; a rank that is lost ends it with one sentence."""
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    # Numbers, and sums on their way to an owner, lie on the host; weights that are gathered lie on devices.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
         yield

@@ -111,7 +111,8 @@ class WholePair(ModelPair):
         """
         pairs = self.wanted(left_out)
         widest = max((p.element_size() for model in (self.source, self.target) for p in model.parameters()), default=4)
-        groups = list(_groups(pairs, self.work.sums_memory // max(4, widest), capture.numbers))
+        wide = 8 if self.exact else max(4, widest)
+        groups = list(_groups(pairs, self.work.sums_memory // wide, capture.numbers))
         share, uncounted = self.share(), self.uncounted()
         suffix = f", {stage}" if stage else ""
         known = 0 if self._known(groups, capture) is None else len(capture.points) - 1
@@ -159,15 +160,16 @@ class WholePair(ModelPair):
             with self._at(point):
                 collect(statistics, *self._sides(capture), group, share, capture, on_batch, uncounted)
         if only and capture.again:
-            self._sums = (_kind(capture), [pair.target.name for pair in group], statistics)
+            self._sums = (replace(capture, again=False).key(), [pair.target.name for pair in group], statistics)
         return [GroupSums.of(each, group) for each in statistics.versions(capture)]
 
     def _known(self, groups: list[list[Pair]], capture: Capture) -> Statistics | None:
         """Sums that lack the last point of a capture alone."""
         if self._sums is None or len(groups) != 1 or len(capture.points) != 2:
             return None
-        kind, names, statistics = self._sums
-        return statistics if (kind, names) == (_kind(capture), [pair.target.name for pair in groups[0]]) else None
+        seen, names, statistics = self._sums
+        before = replace(capture, points=capture.points[:-1]).key()
+        return statistics if (seen, names) == (before, [pair.target.name for pair in groups[0]]) else None
 
     def _sides(self, capture: Capture) -> tuple[Side, Side]:
         losses = self._bound if capture.backward or callable(self.objective) else self._forward_only
@@ -274,10 +276,6 @@ def on_device(batches: Sequence[Batch], model: nn.Module) -> list[Batch]:
     """Where the model's inputs belong."""
     place = place_of(model)
     return [batch.to(*place) for batch in batches]
-
-
-def _kind(capture: Capture) -> str:
-    return f"{capture.inputs} {capture.outputs} {capture.sums.__name__}"
 
 
 def _groups(pairs: list[Pair], most: int, numbers: Callable[[Pair], int]) -> Iterator[list[Pair]]:

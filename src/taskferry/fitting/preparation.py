@@ -51,6 +51,7 @@ class Prepared:
     objectives: tuple[Objective, Objective]
     indices: tuple[int, ...]
     labels: str  # where they came from, for people
+    by_data: bool = False  # whether each sample came with its class
 
     def shots(self, side: int) -> list[Batch]:
         """The samples of one model: 0 the source, 1 the target."""
@@ -120,7 +121,7 @@ def prepare(
         labels = "from the tuned source (teacher)"
         if samples.labels is None and settings.labels == "auto":
             labels += ", because the data has none"
-    return Prepared(calibration, objectives, tuple(indices), labels)
+    return Prepared(calibration, objectives, tuple(indices), labels, by_data=not by_teacher)
 
 
 def language_kind(source: Loaded, target: Loaded) -> str | None:

@@ -4,11 +4,12 @@
 
 The task vector is a sum over steps, and BiCo aligns it by activations of the base alone. That is fair while the run
 keeps its direction and its layers' inputs stay near the base's (paper, appendix on activation consistency): both are
-written here. At each look: ‖τ‖, and its cosine with the finished τ, of the whole and of each block; with a `probe`
-batch also 1 − cos(x_t, x_pre) and | ‖x_t‖ − ‖x_pre‖ | / ‖x_pre‖ at the input of every linear layer, mean over tokens.
+written here. At each measurement: ‖τ‖, and its cosine with the finished τ, of the whole and of each block; with a
+`probe` batch also 1 − cos(x_t, x_pre) and | ‖x_t‖ − ‖x_pre‖ | / ‖x_pre‖ at the input of every linear layer, mean over
+tokens.
 
-Memory: two copies of what is trained (for a LoRA: its factors), and one of the probe's layer inputs. The τ of each look
-waits on disk beside the file until the run ends, because its cosine is known only then.
+Memory: two copies of what is trained (for a LoRA: its factors), and one of the probe's layer inputs. The τ of each
+measurement waits on disk beside the file until the run ends, because its cosine is known only then.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class TrajectoryCallback(TrainerCallback):
 
     def __init__(self, path: str | Path, *, every: int = 100, probe: Mapping[str, Any] | None = None) -> None:
         self.path, self.every, self.probe = Path(path), every, probe
-        self.looks: list[dict[str, Any]] = []
+        self.measurements: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Keep what is trained as it is before the first step, and the probe's inputs."""
@@ -54,7 +55,7 @@ class TrajectoryCallback(TrainerCallback):
         if not self._writes:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.looks, self._kept = [], Path(tempfile.mkdtemp(dir=self.path.parent, prefix=".trajectory."))
+        self.measurements, self._kept = [], Path(tempfile.mkdtemp(dir=self.path.parent, prefix=".trajectory."))
         self._start = _trained(model)
         self._inputs = _layer_inputs(model, self.probe)
 
@@ -62,31 +63,33 @@ class TrajectoryCallback(TrainerCallback):
         """Look, where it is time."""
         model: nn.Module = kwargs["model"]
         if self._writes and state.global_step % self.every == 0:
-            self._look(state.global_step, model)
+            self._measure(state.global_step, model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """A last look; then the cosines with where the run ended, and the file."""
+        """A last measurement; then the cosines with where the run ended, and the file."""
         model: nn.Module = kwargs["model"]
         if not self._writes:
             return
         try:
-            if not self.looks or self.looks[-1]["step"] != state.global_step:
-                self._look(state.global_step, model)
+            if not self.measurements or self.measurements[-1]["step"] != state.global_step:
+                self._measure(state.global_step, model)
             end = _changes(self._start, _trained(model))
-            for look in self.looks:
-                then = _changes(self._start, load_file(self._file(look["step"])))
-                look |= _compare(then, end)
-            write_text(self.path, json.dumps({"every": self.every, "looks": self.looks}, indent=1) + "\n")
+            for measurement in self.measurements:
+                then = _changes(self._start, load_file(self._file(measurement["step"])))
+                measurement |= _compare(then, end)
+            write_text(self.path, json.dumps({"every": self.every, "measurements": self.measurements}, indent=1) + "\n")
         finally:
             shutil.rmtree(self._kept, ignore_errors=True)
 
     def _file(self, step: int) -> Path:
         return self._kept / f"{step}.safetensors"
 
-    def _look(self, step: int, model: nn.Module) -> None:
+    def _measure(self, step: int, model: nn.Module) -> None:
         save_file(_trained(model), self._file(step))
         now = _layer_inputs(model, self.probe)
-        self.looks.append({"step": step, "inputs": {name: _shift(self._inputs[name], x) for name, x in now.items()}})
+        self.measurements.append(
+            {"step": step, "inputs": {name: _shift(self._inputs[name], x) for name, x in now.items()}}
+        )
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,15 @@ from taskferry.engines.blocks import BlockPair
 from taskferry.engines.lazy import LazyModel
 from taskferry.engines.memory import give_back
 from taskferry.fitting.scale import START
-from taskferry.jobs.cost import Plan, apply_cost, resident, size, sums_bytes
+from taskferry.jobs.cost import (
+    Plan,
+    apply_cost,
+    map_bytes,
+    resident,
+    size,
+    sums_bytes,
+    workspace_bytes,
+)
 from taskferry.jobs.machine import Machine
 from taskferry.maths.sums import CrossCovariance
 from taskferry.methods import Cost
@@ -39,7 +47,9 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], cost: Cost) -> Plan:
         + sum(sums_bytes(cost.sums, rows, *shape, cost.folds) for shape in outputs)
         for inputs, outputs in maps.values()
     )
-    solved = max(sum(4 * min(rows * (a + b), a * b) for a, b in (*some, *others)) for some, others in maps.values())
+    solved = max(
+        sum(map_bytes(rows, a, b, cost.directions) for a, b in some + others) for some, others in maps.values()
+    )
     sizes, outer, widths = [], [], []
     for lazy, sites in zip(pair.lazy, (pair.source_sites, pair.target_sites), strict=True):
         blocks = list(block_paths(sites).values())
@@ -57,12 +67,18 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], cost: Cost) -> Plan:
     shapes = [(p.source.shape, p.target.shape) for p in max(groups.values(), key=len)]
     held = 4 * batch * sum(a[0] + a[1] for a, _ in shapes)
     graph = 4 * batch * 2 * sum(b[0] + b[1] for _, b in shapes)
-    workspace = max(8 * 3 * min(rows * (a + b), 2 * a * b) for a, b in every)
+    workspace = max(
+        workspace_bytes(kind, rows, *shape, cost.directions)
+        for kind, side in ((CrossCovariance, 0), (cost.sums, 1))
+        for some in maps.values()
+        for shape in some[side]
+    )
     runs = cost.folds * (len(START) if cost.evaluations > 2 else 2)
     peak = max(
         block_A + block_B + edges + held + graph + largest,  # capture
         edges + largest + solved + workspace,  # solve
-        edges + largest + solved + 2 * block_A + 2 * block_B,  # apply, and the shard that is written
+        # Apply, with the shard that is written; the sums wait for those without a fold.
+        edges + largest * (versions > 1) + solved + block_A + 2 * block_B,
         max(outer) + edges + 12 * batch * max(_vocabulary(lazy) for lazy in pair.lazy),  # loss
         outer[1] + 2 * block_B + runs * 4 * tokens // cost.folds * widths[1] + graph,  # several scales at once
     )

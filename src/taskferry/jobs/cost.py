@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from taskferry.calibration.batch import Batch
+from taskferry.maths.subspace import is_wide
 from taskferry.maths.sums import CrossCovariance
 
 
@@ -49,6 +50,47 @@ def apply_cost(source: tuple[int, int], target: tuple[int, int]) -> int:
 def sums_bytes(kind: type[CrossCovariance], rows: int, d_A: int, d_B: int, folds: int = 1) -> int:
     """Of the sums of one map, those of each fold; their total is made when its map is solved."""
     return 4 * folds * kind.numbers_of(rows // folds, d_A, d_B)
+
+
+def as_rows(kind: type[CrossCovariance], rows: int, a: int, b: int) -> bool:
+    """Whether sums are kept as rows."""
+    return kind.numbers_of(rows, a, b) == rows * (a + b) != kind.numbers(a, b)
+
+
+def directions_kept(width: int, directions: int) -> int:
+    """How many directions of a space a map keeps at most."""
+    return directions if is_wide(width, directions) else width
+
+
+def map_rank(rows: int, a: int, b: int, directions: int) -> int:
+    """The most directions that a map of so many rows has."""
+    return min(rows, directions_kept(min(a, b), directions))
+
+
+def map_bytes(rows: int, a: int, b: int, directions: int) -> int:
+    """Of a map as two factors, or as one matrix where that is smaller."""
+    return 4 * min(map_rank(rows, a, b, directions) * (a + b), a * b)
+
+
+def workspace_bytes(
+    kind: type[CrossCovariance], rows: int, a: int, b: int, directions: int, products: bool = False
+) -> int:
+    """What a decomposition holds at once beside the sums; `products`: of a device that makes it by matrix products."""
+    n, whitened = min(a, b), len(kind.moments) > 1
+    p, q = directions_kept(a, directions), directions_kept(b, directions)
+    if as_rows(kind, rows, a, b):
+        if rows <= directions or not is_wide(max(a, b) if whitened else n, directions):
+            return 8 * 3 * rows * (a + b)  # the rows in float64, and two factors of them
+        if whitened:
+            return 8 * (rows * (max(a, b) + p + q) + a * p + b * q)  # one side's rows in float64, both in their spans
+        return 8 * (rows * max(a, b) + 3 * directions * (a + b))
+    if whitened:  # one moment and its span; C beside both narrow moments; then roots and factors of those
+        return 8 * max(b * b + 2 * b * q, a * a + 2 * a * p, a * b + p * p + q * q + a * p + b * q,
+                       3 * (p * p + q * q) + 3 * p * q)  # fmt: skip
+    if is_wide(n, directions):
+        return 8 * (a * b + 3 * directions * (a + b))
+    eigh = max(8 * (2 * a * b + n * n), 8 * (a * b + 2 * n * n), 12 * (n * n + a * b))  # C, Gram matrix, U, V
+    return 8 * 3 * (a * b + n * n) if products else eigh  # X three times, and three products of it
 
 
 def size(batch: Batch) -> int:

@@ -21,8 +21,7 @@ from taskferry.fitting.rehearsal import Rehearsal, on_meta, rehearse
 from taskferry.fitting.scale import START
 from taskferry.fitting.statistics import Capture
 from taskferry.jobs.block_plan import map_shapes
-from taskferry.jobs.cost import size, sums_bytes
-from taskferry.maths.subspace import is_wide
+from taskferry.jobs.cost import as_rows, map_bytes, map_rank, size, sums_bytes, workspace_bytes
 from taskferry.maths.sums import CrossCovariance
 from taskferry.methods import Cost, Job
 from taskferry.sites.discovery import block_paths
@@ -123,23 +122,22 @@ class _Sizes:
         low_rank = self.job.tau.low_rank and not self.job.every_site
         total = 0
         for kind, (a, b) in kinds:
-            kept = min(_kept(min(a, b), self.cost.directions), self.seen)
-            factors = kept * (a + b)
+            kept = map_rank(self.seen, a, b, self.cost.directions)
             by_products = self.products and len(kind.moments) == 1 and kept == min(a, b)
-            dense = not low_rank or (by_products and not _few(kind, self.seen, a, b))
-            total += 4 * (min(factors, a * b) if dense else factors)
+            dense = not low_rank or (by_products and not as_rows(kind, self.seen, a, b))
+            total += map_bytes(self.seen, a, b, self.cost.directions) if dense else 4 * kept * (a + b)
         return total
 
     def workspace(self, kinds: Kinds) -> int:
         """Of the largest decomposition, in float64."""
         return max(
-            self._total(kind, *shape) + _workspace(kind, self.seen, *shape, self.cost.directions, self.products)
+            self._total(kind, *shape) + workspace_bytes(kind, self.seen, *shape, self.cost.directions, self.products)
             for kind, shape in kinds
         )
 
     def _total(self, kind: type[CrossCovariance], a: int, b: int) -> int:
         """The sums of all folds of one map together, where they are not rows that are there already."""
-        return 0 if self.cost.folds == 1 or _few(kind, self.seen, a, b) else 4 * kind.numbers(a, b)
+        return 0 if self.cost.folds == 1 or as_rows(kind, self.seen, a, b) else 4 * kind.numbers(a, b)
 
     def moving(self, side: int) -> int:
         """A copy of the weights that move."""
@@ -222,30 +220,3 @@ class _Sizes:
 
 def _under(model: nn.Module, path: str) -> int:
     return sum(parameter.nbytes for parameter in model.get_submodule(path).parameters())
-
-
-def _few(kind: type[CrossCovariance], rows: int, a: int, b: int) -> bool:
-    """Whether sums are kept as rows."""
-    return kind.numbers_of(rows, a, b) == rows * (a + b) != kind.numbers(a, b)
-
-
-def _kept(width: int, directions: int) -> int:
-    """How many directions of a space a map keeps at most."""
-    return directions if is_wide(width, directions) else width
-
-
-def _workspace(kind: type[CrossCovariance], rows: int, a: int, b: int, directions: int, products: bool) -> int:
-    """What a decomposition holds at once beside the sums."""
-    n, whitened = min(a, b), len(kind.moments) > 1
-    p, q = _kept(a, directions), _kept(b, directions)
-    if _few(kind, rows, a, b):
-        if whitened and is_wide(rows, directions):
-            return 8 * (rows * (max(a, b) + p + q) + a * p + b * q)  # one side's rows in float64, both in their spans
-        return 8 * 3 * rows * (a + b)  # the rows in float64, and two factors of them
-    if whitened:  # one moment and its span; C beside both narrow moments; then roots and factors of those
-        return 8 * max(b * b + 2 * b * q, a * a + 2 * a * p, a * b + p * p + q * q + a * p + b * q,
-                       3 * (p * p + q * q) + 3 * p * q)  # fmt: skip
-    if is_wide(n, directions):
-        return 8 * (a * b + 3 * directions * (a + b))
-    eigh = max(8 * (2 * a * b + n * n), 8 * (a * b + 2 * n * n), 12 * (n * n + a * b))  # C, Gram matrix, U, V
-    return 8 * 3 * (a * b + n * n) if products else eigh  # X three times, and three products of it

@@ -21,7 +21,7 @@ from taskferry.engines.blocks import BlockPair
 from taskferry.engines.launch import rank_and_size, started_by_torchrun
 from taskferry.engines.lazy import Difference, LazyModel
 from taskferry.engines.pair import ModelPair, Work
-from taskferry.engines.ranks import RankedPair, from_everyone, process_group
+from taskferry.engines.ranks import RankedPair, from_everyone, process_group, take_device
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
 from taskferry.fitting.generation import STAGE, Drawn, draw
@@ -114,6 +114,8 @@ def _in_memory(
     shard = isinstance(settings, FitSettings) and settings.shard
     if shard and not started_by_torchrun():
         raise TaskferryError("--shard spreads a model over processes: start them with torchrun, or leave it out")
+    if started_by_torchrun():
+        take_device()
     # Models that are to be sharded reach the device in parts.
     devices = ("cpu", "cpu") if shard else settings.devices
     reporter.note(f"loading {settings.source_base} and {settings.target_base}")

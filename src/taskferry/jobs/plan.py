@@ -28,7 +28,7 @@ from taskferry.fitting.objectives import ForwardOnly
 from taskferry.fitting.scale import EVALUATIONS
 from taskferry.fitting.statistics import Statistics
 from taskferry.jobs.block_plan import LIBRARIES, plan_blocks
-from taskferry.jobs.cost import Plan, apply_cost, resident, size, sums_bytes
+from taskferry.jobs.cost import Plan, apply_cost, map_bytes, resident, size, sums_bytes
 from taskferry.jobs.device_plan import on_device
 from taskferry.jobs.machine import Machine
 from taskferry.maths.sums import CrossCovariance
@@ -152,7 +152,13 @@ def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost, trained: _Trained
     products = sum(rows * a * b for rows, a, b in maps)
     moving = sum(apply_cost(p.source.shape, p.target.shape) for p in pairs)
     passes = trial.seconds * trial.whole
-    working = max(_working_memory(trial, maps, min(held, memory)), _training_memory(trial, trained))
+    kept = sum(map_bytes(seen * rows, a, b, cost.directions) for rows, a, b in maps)
+    # Trying a scale takes a copy of the weights that move, beside the maps that are left of all versions.
+    names = {p.target.weight for p in pairs} if cost.evaluations else ()
+    trying = kept + sum(target.get_parameter(name).nbytes for name in names)
+    working = max(
+        _working_memory(trial, maps, min(held, memory)) + versions * kept, trying, _training_memory(trial, trained)
+    )
     away = any(device_of(model).type != "cpu" for model in (source, target))
     return Plan(
         pairs=len(pairs),
@@ -188,13 +194,13 @@ def _training_memory(trial: _Trial, trained: _Trained | None) -> int:
 
 
 def _trial(source: nn.Module, target: nn.Module, pairs: list[Pair], calibration: Calibration) -> _Trial:
-    first_A, first_B = next(iter(calibration))
+    first_A, first_B = max(calibration, key=lambda both: size(both[1]))  # memory is that of the largest
     sizes = [size(B) for _, B in calibration]
     objective = ForwardOnly()
 
     def run(count: int) -> _Trial:
         some = (first_A.take(range(count)), first_B.take(range(count)))
-        share, whole = sizes[0] / size(some[1]), sum(sizes) / size(some[1])
+        share, whole = size(first_B) / size(some[1]), sum(sizes) / size(some[1])
         found = _Trial(Statistics(), 0.0, share, whole, count)
         sides = []
         for i, model in enumerate((source, target)):

@@ -15,6 +15,7 @@ from taskferry.errors import TaskferryError
 from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.scale import ScaleCurve
 from taskferry.fitting.task_head import MovedHead, TaskHead
+from taskferry.jobs.forecast import foretold
 from taskferry.jobs.opening import Opened, opened
 from taskferry.jobs.output import FORMS, dequantised, in_form, output_kind, write_output
 from taskferry.jobs.plan import plan_job
@@ -66,6 +67,9 @@ def transfer(
         curve, factor = scaled(settings, job, moved, final, judged)
         shown = in_units(curve, job)
         answers = job.pair.answers([factor * each for each in judged]) if curve.helps else None
+        expected = foretold(
+            settings, job.pair.objectives[1], curve, len(models.prepared.indices), models.prepared.by_data
+        )
         written, refined = (factor if curve.helps else 0.0) * final, None
         if refinement is not None:
             resume = job.pair.work.resume
@@ -82,7 +86,13 @@ def transfer(
             models.inputs.hashes(),
             final,
             verdict=verdict(
-                Judged(shown, job.pair.objectives[1].unit, len(models.prepared.indices), generated=drawn is not None),
+                Judged(
+                    shown,
+                    job.pair.objectives[1].unit,
+                    len(models.prepared.indices),
+                    generated=drawn is not None,
+                    expected=expected,
+                ),
                 final,
                 energy_moved(models.tuned.tau, moved.tau),
                 answers,

@@ -9,6 +9,7 @@ from typing import Any
 from taskferry.coverage import Coverage
 from taskferry.fitting.answers import Answers
 from taskferry.fitting.scale import ScaleCurve
+from taskferry.jobs.forecast import Forecast
 from taskferry.methods.registry import FEW
 from taskferry.taskvector import TaskVector
 from taskferry.training.refinement import Refined
@@ -28,6 +29,7 @@ class Judged:
     unit: str = "per sample"
     samples: int = FEW
     generated: bool = False  # whether the tuned source wrote them
+    expected: Forecast | None = None  # of the gain, where that can be said
 
 
 def verdict(
@@ -58,6 +60,8 @@ def verdict(
         sentence += left_behind(energy)
     if answers is not None:
         sentence = f"{sentence} {answers_sentence(*answers)}"
+    if judged.expected is not None:
+        sentence = f"{sentence} {judged.expected.sentence}"
     if refined is not None:
         sentence = f"{sentence} {refined.sentence}"
     if judged.generated:
@@ -73,6 +77,7 @@ def verdict(
         "uncertain": curve.doubtful,
         "right_answers": None if answers is None else [each.right for each in answers],
         "exact_answers": None if answers is None else [each.exact for each in answers],
+        "expected_share": None if judged.expected is None else judged.expected.record(),
         **_counts(moved),
         **({"energy": dict(energy)} if energy else {}),
         **({"generated_samples": True} if judged.generated else {}),

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from taskferry.maths.decompositions import by_eigh
 
+Times = Callable[[Tensor], Tensor]  # a product of a matrix with columns
+Parts = tuple[Tensor, Tensor, Tensor]  # U, σ, V
 WIDER = 2  # times as many directions as are kept: below that, finding them costs what decomposing all would
 
 
@@ -23,36 +25,54 @@ def is_wide(width: int, most: int) -> bool:
     return 0 < WIDER * most < width
 
 
-def strongest(times: Callable[[Tensor], Tensor], width: int, count: int, like: Tensor) -> Tensor:
+def strongest(times: Times, width: int, count: int, like: Tensor) -> Tensor:
     """Q [width, count] in float64, orthonormal: nearly the span of the strongest directions of S, `times` Y = S Y."""
-    Y = torch.randn(width, count, generator=torch.Generator().manual_seed(0)).to(like)
-    Q: Tensor = torch.linalg.qr(times(Y).double())[0]
-    return Q
+    return span(times(random(width, count, like)))
 
 
-def narrow_moment(S: Tensor, most: int) -> tuple[Tensor, Tensor | None, float]:
-    """QᵀSQ of a second moment S [d, d] in float64, with Q (None: all of it), and the mean variance of a direction."""
-    mean = float(S.diagonal().double().mean())
-    if not is_wide(S.shape[0], most):
-        return S.double(), None, mean
-    Q = strongest(lambda Y: S @ Y, S.shape[0], most, S)
-    return Q.T @ (S.double() @ Q), Q, mean
+def spans(
+    A: Times, B: Times, C: Times, widths: tuple[int, int], most: int, like: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Q_A and Q_B of two spaces, None where one is not wide, by products with X_Aᵀ X_A, X_Bᵀ X_B and X_Bᵀ X_A.
+
+    Where both are wide, the second span is what the first one's random vectors become on the other side: two models
+    that differ by a rotation then have spans that differ by it. Vectors of its own would find other mixtures.
+    """
+    wide_A, wide_B = (is_wide(width, most) for width in widths)
+    Q_A = strongest(A, widths[0], most, like) if wide_A else None
+    if not wide_B:
+        return Q_A, None
+    return Q_A, strongest(C, widths[0], most, like) if wide_A else strongest(B, widths[1], most, like)
 
 
-def narrow_rows(X: Tensor, most: int) -> tuple[Tensor, Tensor | None, float]:
-    """The same for rows X [M, d], as X Q: the d × d matrix is never formed."""
-    mean = float(X.double().square().sum()) / X.shape[1]
-    if not is_wide(X.shape[1], most):
-        return X.double(), None, mean
-    Q = strongest(lambda Y: X.T @ (X @ Y), X.shape[1], most, X)
-    return X.double() @ Q, Q, mean
+def by_strongest(products: tuple[Times, Times], shape: tuple[int, int], count: int, like: Tensor) -> Parts:
+    """U, σ, V of the strongest directions of C [d_A, d_B], fewer than its smaller side, by its products C Y and Cᵀ Y.
 
-
-def by_strongest(C: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """U, σ, V of the strongest directions of C [d_A, d_B], fewer than its smaller side."""
-    if C.shape[0] > C.shape[1]:
-        V, sigma, U = by_strongest(C.T, count)
+    Columns are made orthonormal between two products: C Cᵀ would square the spectrum, and weak directions that the
+    tolerance of a map keeps would drown in the rounding of float32 sums.
+    """
+    times, back = products
+    if shape[0] > shape[1]:
+        V, sigma, U = by_strongest((back, times), (shape[1], shape[0]), count, like)
         return U, sigma, V
-    Q = strongest(lambda Y: C @ (C.T @ Y), C.shape[0], count, C)
-    U, sigma, V = by_eigh(Q.T @ C.double())
+    Q = span(times(strongest(back, shape[0], count, like).to(like)))
+    U, sigma, V = by_eigh(back(Q).mT)
     return Q @ U, sigma, V
+
+
+def products(X: Tensor, Y: Tensor | None = None) -> tuple[Times, Times]:
+    """C Z and Cᵀ Z in the precision of Z, of a matrix C = X, or of rows with C = Xᵀ Y, which is never formed."""
+    if Y is None:
+        return lambda Z: X.to(Z.dtype) @ Z, lambda Z: X.mT.to(Z.dtype) @ Z
+    return lambda Z: X.mT.to(Z.dtype) @ (Y.to(Z.dtype) @ Z), lambda Z: Y.mT.to(Z.dtype) @ (X.to(Z.dtype) @ Z)
+
+
+def random(width: int, count: int, like: Tensor) -> Tensor:
+    """Always the same vectors [width, count]."""
+    return torch.randn(width, count, generator=torch.Generator().manual_seed(0)).to(like)
+
+
+def span(Y: Tensor) -> Tensor:
+    """Orthonormal columns in float64."""
+    Q: Tensor = torch.linalg.qr(Y.double())[0]
+    return Q

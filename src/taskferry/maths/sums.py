@@ -32,7 +32,7 @@ from taskferry.maths.procrustes import (
     procrustes_batch,
     procrustes_from_rows,
 )
-from taskferry.maths.subspace import by_strongest, is_wide
+from taskferry.maths.subspace import by_strongest, is_wide, products
 
 BATCH = 16  # maps in one batched decomposition
 TINY = 32  # the width up to which a CPU gains by it (measured; above, each LAPACK call fills the cores)
@@ -200,15 +200,16 @@ class CrossCovariance:
 
     def _solve(self, rank: RankPolicy, tolerance: float, factored: bool) -> tuple[Map, Quality]:
         S = self.ready()
-        if S._pending and rank == "range":
+        if rank == "range" and S.wide and (not S._pending or S.rows > S.directions):
+            given = S._rows() if S._pending else (S.matrix(),)
+            check_finite(*given)
+            parts = by_strongest(products(*given), (S.d_A, S.d_B), S.directions, given[0])
+            dtype = given[0].dtype
+            R, spectrum = partial_isometry(*parts, rank=rank, tolerance=tolerance, dtype=dtype, factored=factored)
+        elif S._pending and rank == "range":
             X_A, X_B = S._rows()
             check_finite(X_A, X_B)
             R, spectrum = procrustes_from_rows(X_A, X_B, tolerance=tolerance, factored=factored)
-        elif rank == "range" and S.wide:
-            C = S.matrix()
-            check_finite(C)
-            parts = by_strongest(C, S.directions)
-            R, spectrum = partial_isometry(*parts, rank=rank, tolerance=tolerance, dtype=C.dtype, factored=factored)
         else:
             R, spectrum = procrustes(S.matrix(), rank=rank, tolerance=tolerance, factored=factored)
         return R, S._quality(spectrum)
@@ -258,7 +259,9 @@ class CrossCovariance:
             for name in self.moments:
                 moment = getattr(self, name)
                 moment = torch.zeros(self._shape(name)) if moment is None else moment
-                state[name] = across.sum_at(owner, moment.to(torch.float64, copy=True).contiguous()).float()
+                # On the host: a process that saw nothing of a site has no device to say.
+                moment = moment.to("cpu", torch.float64, copy=True).contiguous()
+                state[name] = across.sum_at(owner, moment).float()
         return type(self).from_state(self.d_A, self.d_B, state, self.directions)
 
     def _shape(self, moment: str) -> tuple[int, int]:

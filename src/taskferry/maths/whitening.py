@@ -19,7 +19,7 @@ from torch import Tensor
 from taskferry.choices import RankPolicy
 from taskferry.maths.decompositions import by_eigh
 from taskferry.maths.procrustes import Map, check_finite, partial_isometry
-from taskferry.maths.subspace import is_wide, narrow_moment, narrow_rows
+from taskferry.maths.subspace import is_wide, products, spans
 from taskferry.maths.sums import CrossCovariance, Quality
 
 Whitening = tuple[Tensor, Tensor, Tensor, tuple[float, float]]  # U, σ, V, and the energy of either side
@@ -77,7 +77,7 @@ class Whitened(UnitRows):
         check_finite(*sides)
         if self.C is not None:
             U, sigma, V, energies = of_narrowed_moments(*sides, most=self.directions)
-        elif is_wide(self.rows, self.directions):
+        elif self.rows > self.directions and is_wide(max(self.d_A, self.d_B), self.directions):
             U, sigma, V, energies = of_narrowed_rows(*sides, most=self.directions)
         else:
             U, sigma, V, energies = of_whitened_rows(*sides)
@@ -155,24 +155,45 @@ def of_whitened_moments(A: Tensor, B: Tensor, C: Tensor, mean_A: float, mean_B: 
 
 def of_narrowed_moments(A: Tensor, B: Tensor, C: Tensor, *, most: int) -> Whitening:
     """The same within the strongest directions of a side that is wide (`is_wide`)."""
-    (A, Q_A, mean_A), (B, Q_B, mean_B) = narrow_moment(A, most), narrow_moment(B, most)
-    C = C.double()
-    C = C if Q_A is None else Q_A.T @ C
-    C = C if Q_B is None else C @ Q_B
-    return _widened(Q_A, Q_B, of_whitened_moments(A, B, C, mean_A, mean_B))
+    times = products(A)[0], products(B)[0], products(C)[1]
+    Q_A, Q_B = spans(*times, (A.shape[0], B.shape[0]), most, A)
+    means = float(A.diagonal().double().mean()), float(B.diagonal().double().mean())
+    return _widened(Q_A, Q_B, (_within(Q_A, A, Q_A), _within(Q_B, B, Q_B), _within(Q_A, C, Q_B)), means)
 
 
 def of_narrowed_rows(X_A: Tensor, X_B: Tensor, *, most: int) -> Whitening:
-    """The same from rows [M, d_A] and [M, d_B]."""
-    (Y_A, Q_A, mean_A), (Y_B, Q_B, mean_B) = narrow_rows(X_A, most), narrow_rows(X_B, most)
-    found = of_whitened_moments(Y_A.T @ Y_A, Y_B.T @ Y_B, Y_A.T @ Y_B, mean_A, mean_B)
-    return _widened(Q_A, Q_B, found)
+    """The same from rows [M, d_A] and [M, d_B]: no d × d matrix is formed."""
+    times = products(X_A, X_A)[0], products(X_B, X_B)[0], products(X_A, X_B)[1]
+    Q_A, Q_B = spans(*times, (X_A.shape[1], X_B.shape[1]), most, X_A)
+    mean_A, mean_B = (float(X.double().square().sum()) / X.shape[1] for X in (X_A, X_B))
+    Y_A, Y_B = _within(None, X_A, Q_A), _within(None, X_B, Q_B)
+    return _widened(Q_A, Q_B, (Y_A.T @ Y_A, Y_B.T @ Y_B, Y_A.T @ Y_B), (mean_A, mean_B))
 
 
-def _widened(Q_A: Tensor | None, Q_B: Tensor | None, found: Whitening) -> Whitening:
-    """From the coordinates of the spans back to those of the spaces."""
-    U, sigma, V, energies = found
+def _within(P: Tensor | None, S: Tensor, Q: Tensor | None) -> Tensor:
+    """Pᵀ S Q in float64; None is the identity."""
+    S = S.double()
+    S = S if P is None else P.T @ S
+    return S if Q is None else S @ Q
+
+
+def _widened(
+    Q_A: Tensor | None, Q_B: Tensor | None, within: tuple[Tensor, Tensor, Tensor], means: tuple[float, float]
+) -> Whitening:
+    """From the moments A, B, C within the spans back to the coordinates of the spaces."""
+    U, sigma, V, (energy_A, energy_B) = of_whitened_moments(*within, *means)
+    energies = energy_A + _outside(Q_A, within[0], means[0]), energy_B + _outside(Q_B, within[1], means[1])
     return U if Q_A is None else Q_A @ U, sigma, V if Q_B is None else Q_B @ V, energies
+
+
+def _outside(Q: Tensor | None, S: Tensor, mean: float) -> float:
+    """The most energy that whitened rows can have outside of a span with second moment S; a residual counts it.
+
+    Σ e / (e + ε) over variances of one sum is largest where all are alike.
+    """
+    left = 0 if Q is None else Q.shape[0] - Q.shape[1]
+    each = 0.0 if Q is None or not left else max(0.0, Q.shape[0] * mean - float(S.diagonal().sum())) / left
+    return left * each / (each + SHRINK * mean) if each > ROUNDING * mean else 0.0
 
 
 def row_space(X: Tensor) -> tuple[Tensor, Tensor, Tensor]:

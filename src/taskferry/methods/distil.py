@@ -33,7 +33,10 @@ def distil(
     """A move, refined: `--refine` as a method, for tables. The tuned source answers every input; no labels needed."""
     job = job.in_folds() if start != "cold" else job
     moved = run(start, job)
-    scale = 1.0 if moved.curve is not None else job.best_scale(moved.judged).best
+    if moved.curve is None:
+        scale = job.best_scale(moved.judged).best
+    else:  # its change has the scale that it found; one that was refused is no start
+        scale = float(moved.curve.helps)
     settings = Refinement(steps=steps, learning_rate=learning_rate, batch=batch, views=views, labels=labels, seed=seed)
     refined = refine(job.pair, job.tau, scale * moved.tau, settings)
     return Moved(refined.tau, notes={"refined": refined.record()})

@@ -66,8 +66,11 @@ def twofold(
     tolerance: Tolerance = DEFAULT_TOLERANCE,
 ) -> Moved:
     """BiCo with whitened gradients, a second capture halfway, and augmented views of images."""
-    if not 0 <= halfway <= 1 or views < 0:
-        raise TaskferryError(f"twofold: halfway is between 0 and 1, views is 0 or more, got {halfway:g} and {views}")
+    if not 0 <= halfway <= 1 or views < 0 or directions < 0:
+        raise TaskferryError(
+            "twofold: halfway is between 0 and 1, views and directions are 0 or more, "
+            f"got {halfway:g}, {views} and {directions}"
+        )
     given, left_out = job, {} if patches else patch_changes(job)
     sites = {p.target.name: PATCH for p in job.pair.pairs if p.target.weight in left_out}
     if len(job.tau):

@@ -33,7 +33,7 @@ from taskferry.fitting.objectives import Classifier, NewHead, Objective
 from taskferry.settings import Settings
 
 CHECKPOINT, KIND = "checkpoint.safetensors", "taskferry-finetuning"
-PATIENCE = 5  # looks of a judge without a lower loss, after which a run ends: a first rise is often made good
+PATIENCE = 5  # evaluations of a judge without a lower loss, after which a run ends: a first rise is often made good
 
 
 class FineTuning(Settings):
@@ -54,31 +54,31 @@ class FineTuning(Settings):
 
 @dataclass
 class History:
-    """What happened: (step, training loss, validation score) at each look."""
+    """What happened: (step, training loss, validation score) at each evaluation."""
 
-    looks: list[tuple[int, float, float | None]] = field(default_factory=list)
+    evaluations: list[tuple[int, float, float | None]] = field(default_factory=list)
     resumed: int = 0  # steps that an earlier run had done
     start: float | None = None  # the judge's loss before the first step, where there is a judge
 
     @property
     def validation(self) -> float | None:
         """The last validation score."""
-        return self.looks[-1][2] if self.looks else None
+        return self.evaluations[-1][2] if self.evaluations else None
 
     @property
     def judged(self) -> list[tuple[int, float]]:
         """(step, the judge's loss), the start first."""
         start = [] if self.start is None else [(0, self.start)]
-        return start + [(step, score) for step, _, score in self.looks if score is not None]
+        return start + [(step, score) for step, _, score in self.evaluations if score is not None]
 
     @property
     def best(self) -> int:
         """The step with the lowest loss of the judge, the first of them; NaN is never it."""
-        return min(self.judged, key=lambda look: (look[1] if look[1] == look[1] else math.inf, look[0]))[0]
+        return min(self.judged, key=lambda at: (at[1] if at[1] == at[1] else math.inf, at[0]))[0]
 
     @property
     def stalled(self) -> bool:
-        """Whether the last looks were all worse than one before them."""
+        """Whether the last evaluations were all worse than one before them."""
         places = [step for step, _ in self.judged]
         return len(places) - 1 - places.index(self.best) >= PATIENCE
 
@@ -156,7 +156,7 @@ def finetune(
             looked = LazyBatches(data, held_out, chosen.batch)
             score = judge() if judge else evaluate(model, looked, objective).value if held_out else None
             model.train(dropout)
-            history.looks.append((done, total / ((done - 1) % chosen.every + 1), score))
+            history.evaluations.append((done, total / ((done - 1) % chosen.every + 1), score))
             total = 0.0
             if judge is not None and history.best == done:
                 run.keep()
@@ -287,7 +287,7 @@ class _Run:
             for name, parameter in self.trained.items():
                 for key, value in self.optimiser.state.get(parameter, {}).items():
                     tensors[f"{key}.{name}"] = value
-        header = {"format": KIND, "step": step, "of": self.identity, "looks": history.looks}
+        header = {"format": KIND, "step": step, "of": self.identity, "evaluations": history.evaluations}
         write_safetensors(path, tensors, header if history.start is None else {**header, "start": history.start})
 
     def resume(self, path: Path) -> History:
@@ -314,5 +314,5 @@ class _Run:
                     }
                     if state:
                         self.optimiser.state[parameter] = state
-            looks = [(int(step), float(value), score) for step, value, score in header["looks"]]
-            return History(looks, int(header["step"]), header.get("start"))
+            evaluations = [(int(step), float(value), score) for step, value, score in header["evaluations"]]
+            return History(evaluations, int(header["step"]), header.get("start"))

@@ -1,7 +1,7 @@
 """Refine: a few training steps after a move that bring the target to the tuned source, in the form that came in.
 
     >>> refined = refine(pair, tau, moved, Refinement(steps=100))
-    >>> refined.tau, refined.kept, refined.looks
+    >>> refined.tau, refined.kept, refined.evaluations
 
 No labels: the teacher is the tuned source. A part of the samples is kept aside; the step with the lowest loss there is
 kept, and where none is better than the start nothing changes.
@@ -54,7 +54,7 @@ class Refinement(Settings):
         return self.batch or (8 if isinstance(heads[1], LanguageModel) else 64)
 
     def passes(self, calibration: Calibration, heads: tuple[Objective, Objective]) -> float:
-        """Over all samples, with their gradients: of the steps, and of the looks, which are forward alone."""
+        """Over all samples, with their gradients: of the steps, and of the evaluations, which are forward alone."""
         inputs = self.steps * min(self.size(heads), calibration.samples * (1 + self.views))
         return inputs / calibration.samples + LOOKS * self.held_out / 3
 
@@ -64,7 +64,7 @@ class Refined:
     """A refined change, and what the samples kept aside say of it."""
 
     tau: TaskVector
-    looks: tuple[tuple[int, float], ...]  # (step, loss on the samples kept aside), the start first
+    evaluations: tuple[tuple[int, float], ...]  # (step, loss on the samples kept aside), the start first
     kept: int  # the step that was taken; 0: the start, because nothing was better
     steps: int  # asked for
     samples: int  # kept aside
@@ -74,10 +74,10 @@ class Refined:
     @property
     def sentence(self) -> str:
         """For people."""
-        before, after = dict(self.looks)[0], dict(self.looks)[self.kept]
+        before, after = dict(self.evaluations)[0], dict(self.evaluations)[self.kept]
         if not self.kept:
             return (
-                f"Refining for {self.looks[-1][0]} steps did not lower the loss to the tuned source on "
+                f"Refining for {self.evaluations[-1][0]} steps did not lower the loss to the tuned source on "
                 f"{self.samples} samples kept aside ({before:.4g} {self.unit}): it was dropped."
             )
         return (
@@ -93,7 +93,7 @@ class Refined:
             "held_out": self.samples,
             "unit": self.unit,
             "teacher": self.lesson,
-            "looks": [list(look) for look in self.looks],
+            "evaluations": [list(evaluation) for evaluation in self.evaluations],
             "sentence": self.sentence,
         }
 
