@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -121,9 +122,14 @@ def write_data(path: Path, samples: int, words: int) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+def cpu_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def watched(command: list[str], limit: int) -> dict[str, Any]:
-    """Run under a hard limit of resident memory; (seconds, peak, exit code, output)."""
-    started, peak = time.time(), 0
+    """Run under a hard limit of resident memory; seconds by the clock and of the CPU, peak, exit code, output."""
+    started, worked, peak = time.time(), cpu_of_children(), 0
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True)
         status = Path(f"/proc/{process.pid}/status")
@@ -143,6 +149,7 @@ def watched(command: list[str], limit: int) -> dict[str, Any]:
         output.seek(0)
         return {
             "seconds": time.time() - started,
+            "cpu": cpu_of_children() - worked,
             "peak": peak,
             "code": process.returncode,
             "killed": killed,
@@ -166,8 +173,9 @@ def outcome(plan: dict[str, Any], found: dict[str, Any], limit: int, minutes: fl
         missed.append(f"exit code {found['code']}: {found['output'][-400:]}")
     if not -FORETOLD <= plan["memory_bytes"] / max(1, found["peak"]) - 1 <= (FORETOLD_QUICK if quick else FORETOLD):
         missed.append(f"the plan said {plan['memory_bytes'] / 1e9:.2f} GB, the peak was {found['peak'] / 1e9:.2f} GB")
-    if found["seconds"] > 60 * minutes:
-        missed.append(f"{found['seconds'] / 60:.0f} minutes, the bound is {minutes}")
+    # The quick run has a neighbour on the other core: what it worked is judged there, not the clock.
+    if found["cpu" if quick else "seconds"] > 60 * minutes:
+        missed.append(f"{found['cpu' if quick else 'seconds'] / 60:.0f} minutes, the bound is {minutes}")
     foretold = plan["seconds"] / found["seconds"]
     if not quick and not 1 / 1.5 <= foretold <= 1.5:
         missed.append(f"{foretold:.2f} times the time that it took was foretold, the bound is 1.5")

@@ -303,7 +303,7 @@ def test_the_smoke_run_knows_a_wrong_order() -> None:
     right |= {"bico, automatic scale": 80.0, "twofold": 69.5}
     good = [record("x", 0, 100, **right)]
     assert smoke_failures(good, 100.0) == []
-    assert "400 s" in smoke_failures(good, 400.0)[0]
+    assert "400 CPU-seconds" in smoke_failures(good, 400.0)[0]
     wrong = {"naive": 60.0, "theseus": 75.0, "bico": 40.0, "oracle": 70.0, "tuned": 10.0, "twofold": 68.5}
     for row, value in wrong.items():
         bad = [record("x", 0, 100, **{**right, row: value})]

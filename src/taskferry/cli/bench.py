@@ -103,24 +103,24 @@ def smoke(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """One scenario with every row in under five minutes; exits with 1 where the order of rows is not as it must be."""
+    """One scenario with every row in five minutes of one core; exits with 1 where the rows are not in their order."""
     with waiting(quiet or as_json):
         from taskferry.bench.recipe import load_recipe
         from taskferry.bench.running import Places
         from taskferry.bench.smoke import smoke_failures
-    started = time.time()
+    started = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         records = _run(
             load_recipe("zoo/smoke"), "zoo/smoke", Places(models, data, Path(folder), device), quiet or as_json
         )
-    seconds = time.time() - started
+    seconds = time.process_time() - started
     failures = smoke_failures(records, seconds)
     if as_json:
-        print_json({"records": records, "seconds": round(seconds), "failures": failures})
+        print_json({"records": records, "cpu_seconds": round(seconds), "failures": failures})
     else:
         console = Console(highlight=False, soft_wrap=True)
         if not quiet:
-            console.print(f"\n{_page(records)}\n\n{seconds:.0f} s", markup=False)
+            console.print(f"\n{_page(records)}\n\n{seconds:.0f} CPU-seconds", markup=False)
         for failure in failures:
             console.print(f"[bold red]missed[/]  {plain(failure)}")
     raise typer.Exit(1 if failures else 0)
