@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,12 @@ from taskferry.engines.whole import WholePair
 from taskferry.fitting.capture import BICO, MicroBatch, Side
 from taskferry.fitting.models import frozen
 from taskferry.fitting.objectives import LanguageModel
-from taskferry.fitting.statistics import Statistics
+from taskferry.fitting.scale import copied_bytes, moved_by
+from taskferry.fitting.solve import MapOptions, Solved
+from taskferry.fitting.statistics import Capture, Statistics
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.plan import _trial, plan_job
+from taskferry.maths.procrustes import Map
 from taskferry.methods import Job, find
 from taskferry.sites.discovery import find_sites
 from taskferry.sites.pairing import pair_sites
@@ -131,3 +136,53 @@ def test_every_family_can_be_planned(name: str) -> None:
     assert plan.pairs > 0
     assert plan.tokens >= 8
     assert plan.stages["solve"] > 0
+
+
+def test_weights_that_were_stored_in_bfloat16_are_copied_in_it() -> None:
+    """Half of the memory, and after trying scales the same bits; other weights are copied as they are."""
+    generator = torch.Generator().manual_seed(0)
+    for stored, precision, size in (
+        (torch.bfloat16, torch.float32, 2),
+        (torch.float32, torch.float32, 4),
+        (torch.bfloat16, torch.bfloat16, 2),
+    ):
+        model = LLAMA.model(32, 2, 0).to(stored).to(precision)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        name = next(name for name in before if name.endswith("q_proj.weight"))
+        rows, columns = before[name].shape
+        change = LowRank(torch.randn(rows, 2, generator=generator), torch.randn(2, columns, generator=generator))
+        assert copied_bytes(model.get_parameter(name)) == size * rows * columns
+        with moved_by(model, TaskVector({name: change})) as set_scale:
+            for scale in (0.5, 2.0):
+                set_scale(scale)
+            wanted = before[name].double() + 2.0 * change.dense().double()
+            assert relative(model.get_parameter(name).detach(), wanted) < (1e-6 if precision == torch.float32 else 5e-3)
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_maps_without_a_fold_go_with_their_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all of them, where they only say how far the models go for a second point."""
+    A, B = LLAMA.model(32, 2, 0), LLAMA.model(48, 6, 1)
+    names = [name for name, _ in A.named_parameters() if "q_proj" in name or "up_proj" in name]
+    tau = TaskVector({name: torch.randn_like(A.get_parameter(name)) for name in names})
+    alive: weakref.WeakSet[Map] = weakref.WeakSet()
+    found: list[int] = []
+    solve = WholePair.solve
+
+    def counted(self: WholePair, *given: Any) -> Solved:
+        solved = solve(self, *given)
+        for R, _ in [*solved.inputs.values(), *solved.outputs.values()]:
+            alive.add(R)
+        found.append(len(alive))
+        return solved
+
+    monkeypatch.setattr(WholePair, "solve", counted)
+    job = Job(WholePair(A, B, LLAMA.calibration(samples=8)), tau).in_folds()
+    moved = job.move(Capture(again=True), MapOptions())
+    block = found[0]
+    assert moved.alignment is None
+    assert found == 6 * [block]
+    found.clear()
+    moved = job.move(Capture(), MapOptions())
+    assert found == [*(12 * [block]), *(n * block for n in range(1, 7))]
+    assert len(moved.without) == 2

@@ -71,6 +71,7 @@ class RankedPair(WholePair):
 
     engine = "ranks"
     exact = True
+    by_block = False  # what a rank has not seen, another has: they agree on whole groups
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)

@@ -20,7 +20,8 @@ from taskferry.calibration.batch import Batch, Calibration
 from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
 from taskferry.disk.files import hash_parameters
 from taskferry.display.bars import with_bars
-from taskferry.engines.pair import ModelPair, Moved, Work
+from taskferry.engines.memory import give_back
+from taskferry.engines.pair import ModelPair, Moved, Work, in_place, shapes
 from taskferry.fitting.answers import Answers
 from taskferry.fitting.capture import BICO, Loss, Side, collect
 from taskferry.fitting.defaults import AnyObjective
@@ -33,7 +34,7 @@ from taskferry.fitting.scale import losses_at, moved_by
 from taskferry.fitting.solve import Finished, GroupSums, MapOptions, Solved, Step, solve_group
 from taskferry.fitting.statistics import Capture, Point, Statistics
 from taskferry.sites.pairing import DepthRule, Pair, Place, nearest_block
-from taskferry.taskvector import TaskVector
+from taskferry.taskvector import TaskVector, match_names
 
 
 @with_bars
@@ -75,6 +76,7 @@ class WholePair(ModelPair):
     engine = "whole"
     exact = False  # whether sums are added in float64, so that the number of processes does not show
     first = True  # whether this process stores and gets the maps
+    by_block = True  # whether the maps of one block can be solved before those of the next
     _sums: tuple[str, list[str], Statistics] | None = None  # of the last single group, for a fit that adds a point
 
     def meetings(self) -> dict[Place, Meeting]:
@@ -93,19 +95,40 @@ class WholePair(ModelPair):
     def move(
         self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = ""
     ) -> Moved:
-        """Fit, then apply."""
-        alignment, *without = self.alignments(capture, maps, left_out, stage)
-        moved, *judged = (self.applied(each, tau) for each in (alignment, *without))
-        return Moved(moved, tuple(judged), alignment, alignment.table(), provenance=alignment.provenance)
+        """Fit, then apply.
+
+        Only the maps of all samples stay, and not where another point will be added: all others are let go as soon as
+        the change has passed through them.
+        """
+        stays, names = Solved(), match_names(tau.deltas, shapes(self.source))
+        passed = [TaskVector({}) for _ in range(capture.versions)]
+        for version, solved in self._solved(capture, maps, left_out, stage):
+            if version == 0 and not capture.again:
+                stays.add(solved)
+                continue
+            part = in_place(solved.alignment(shapes(self.source), shapes(self.target), {}, {}), capture)
+            takes = {name for pair in part.pairs for name in (pair.source.weight, pair.source.bias)}
+            passed[version] += self.applied(part, tau.take(name for name in tau.deltas if names[name] in takes))
+            del part, solved  # before the next are made
+        give_back()  # sums, and maps of folds
+        if capture.again:
+            return Moved(passed[0])
+        alignment = self.alignment(stays, capture, maps, left_out)
+        moved = self.applied(alignment, tau)
+        return Moved(moved, tuple(passed[1:]), alignment, alignment.table(), provenance=alignment.provenance)
 
     def fit(self, capture: Capture, maps: MapOptions, left_out: Mapping[str, str]) -> Alignment:
         """The maps of all samples."""
-        return self.alignments(capture, maps, left_out)[0]
+        stays = Solved()
+        for version, solved in self._solved(capture, maps, left_out):
+            if version == 0:
+                stays.add(solved)
+        return self.alignment(stays, capture, maps, left_out)
 
-    def alignments(
+    def _solved(
         self, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = ""
-    ) -> list[Alignment]:
-        """Of all samples, then without each fold.
+    ) -> Iterator[tuple[int, Solved]]:
+        """Maps with the number of their version: 0 of all samples, the others without a fold each.
 
         The pairs go in groups whose sums fit into the memory for them, each seen at every point of the capture.
         """
@@ -122,22 +145,22 @@ class WholePair(ModelPair):
         rests_on = repr((self.describe(capture.backward), maps, capture.key()))
         folder = self.work.resume if self.work.resume is None or not stage else self.work.resume / stage
         finished = Finished(folder, len(groups), rests_on)
-        solved = [Solved() for _ in range(capture.versions)]
         for number, group in enumerate(groups):
             done = [finished.load(number, group, i) if self.first else None for i in range(capture.versions)]
             if self.told(None not in done):
-                found = [each or Solved() for each in done]
                 capturing.step(passes)
                 solving.step(capture.versions * 2 * len(group))
-            else:
-                # A group's sums live in this call only: two groups never exist at once.
-                sums = self._capture(group, capture, share, uncounted, capturing.step, only=len(groups) == 1)
-                found = [self.solve(each, group, maps, solving.step) for each in sums]
-                for version, each in enumerate(found if self.first else ()):
-                    finished.save(number, group, each, version)
-            for mine, each in zip(solved, found, strict=True):
-                mine.add(each)
-        return [self.alignment(each, capture, maps, left_out) for each in solved]
+                yield from ((version, each or Solved()) for version, each in enumerate(done))
+                continue
+            # A group's sums live in this call only: two groups never exist at once.
+            sums = self._capture(group, capture, share, uncounted, capturing.step, only=len(groups) == 1)
+            for version in reversed(range(capture.versions)):  # the last to be solved lets go of the sums of all folds
+                for part, some in _parts(sums.pop(), group, self.by_block and len(groups) == 1):
+                    found = self.solve(some, part, maps, solving.step)
+                    if self.first:
+                        finished.save(number, group, found, version)
+                    yield version, found
+                    del found, some
 
     def _capture(
         self,
@@ -278,11 +301,25 @@ def on_device(batches: Sequence[Batch], model: nn.Module) -> list[Batch]:
     return [batch.to(*place) for batch in batches]
 
 
+def _parts(sums: GroupSums, group: list[Pair], by_block: bool) -> Iterator[tuple[list[Pair], GroupSums]]:
+    """A group block by block, where no two blocks read the same: one sum is solved once."""
+    blocks = [list(block) for _, block in groupby(group, key=_block)]
+    inputs = [{sums.reads[p.target.name] for p in block if p.target.name in sums.reads} for block in blocks]
+    if not by_block or sum(map(len, inputs)) > len(set().union(*inputs)):
+        blocks = [group]
+    for block in blocks:
+        yield block, sums.take({pair.target.name for pair in block})
+
+
+def _block(pair: Pair) -> tuple[str, int | None]:
+    return pair.target.stack, pair.target.block
+
+
 def _groups(pairs: list[Pair], most: int, numbers: Callable[[Pair], int]) -> Iterator[list[Pair]]:
     """Pairs whose sums have at most so many numbers together; a block is never split, it shares inputs."""
     group: list[Pair] = []
     used = 0
-    for _, block in groupby(pairs, key=lambda pair: (pair.target.stack, pair.target.block)):
+    for _, block in groupby(pairs, key=_block):
         members = list(block)
         size = sum(map(numbers, members))
         if group and used + size > most:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from taskferry.calibration.batch import Batch
 from taskferry.fitting.capture import Loss
@@ -112,17 +112,18 @@ def calibration_loss(model: nn.Module, loss: Loss, batches: Sequence[Batch]) -> 
 def moved_by(model: nn.Module, tau: TaskVector) -> Iterator[Callable[[float], None]]:
     """Inside, the model's parameters are base + scale · τ for the scale last set; after, as they were.
 
-    Memory: one copy of the parameters that move.
+    Memory: one copy of the parameters that move, of half the size where they were stored in bfloat16.
     """
     moving = [
-        (parameter, parameter.detach().clone(), to_device(d, parameter.device) if isinstance(d, LowRank) else d)
+        (parameter, _copy(parameter.detach()), to_device(d, parameter.device) if isinstance(d, LowRank) else d)
         for _, parameter, d in tau.on(model)
     ]
 
     @torch.no_grad()
     @full_precision()
     def set_scale(scale: float) -> None:
-        for parameter, base, delta in moving:
+        for parameter, copied, delta in moving:
+            base = copied.to(parameter.dtype)
             if isinstance(delta, LowRank) and delta.left.ndim == 2 and delta.left.dtype == base.dtype:
                 parameter.copy_(torch.addmm(base, delta.left, delta.right, alpha=scale))
             else:
@@ -132,8 +133,19 @@ def moved_by(model: nn.Module, tau: TaskVector) -> Iterator[Callable[[float], No
         yield set_scale
     finally:
         with torch.no_grad():
-            for parameter, base, _ in moving:
-                parameter.copy_(base)
+            for parameter, copied, _ in moving:
+                parameter.copy_(copied)
+
+
+def _copy(weights: Tensor) -> Tensor:
+    """Weights that were read from a file in bfloat16 are the same in it, and half as large."""
+    half = weights.to(torch.bfloat16, copy=True)
+    return half if torch.equal(half.to(weights.dtype), weights) else weights.clone()
+
+
+def copied_bytes(weights: Tensor) -> int:
+    """Of the copy that trying a scale takes, from a look at its first numbers."""
+    return weights.numel() * _copy(weights.detach().flatten()[:4096]).element_size()
 
 
 def losses_at(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,12 @@ class GroupSums:
             found.reads[name], found.inputs[key] = key, sums
         found.outputs = {name: known[name] for name in names if name in known}
         return found
+
+    def take(self, names: Collection[str]) -> GroupSums:
+        """Those of some target sites, which are no longer here."""
+        reads = {name: self.reads.pop(name) for name in list(self.reads) if name in names}
+        inputs = {key: self.inputs.pop(key) for key in dict.fromkeys(reads.values())}
+        return GroupSums(reads, inputs, {name: self.outputs.pop(name) for name in list(self.outputs) if name in names})
 
     def solve(self, options: MapOptions, step: Step = lambda _: None) -> Solved:
         """The maps of all sums; each sum is let go with its map."""

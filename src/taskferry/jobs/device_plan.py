@@ -162,7 +162,9 @@ class _Sizes:
         versions = cost.folds + (cost.folds > 1)
         every, memory = self.sums(kinds), self.job.pair.work.sums_memory
         sums, groups = min(every, memory), max(1, -(-every // memory))
-        maps, workspace = versions * self.maps(kinds), self.workspace(kinds)
+        maps, workspace = self.maps(kinds), self.workspace(kinds)
+        # Maps without a fold are let go with their block, or with their group.
+        passing = 0 if versions == 1 else self.maps(self.kinds(self.one)) if groups == 1 else maps // groups
         used = len({(pair.source.stack, pair.source.block) for pair in self.pairs})
         depth_A, depth_B = (len(blocks) for blocks in self.blocks)
         # Blocks of the source that no pair takes from hold no rows; their graph is there.
@@ -174,8 +176,8 @@ class _Sizes:
         )
         halfway = self.moving(0) + self.moving(1) if cost.captures > 1 and cost.rough else 0
         capture = sums + passes + halfway + maps * (groups - 1) // groups
-        solve = max(sums + maps * (groups - 1) // groups, maps) + workspace
-        scale = maps // versions + self.moving(1) + max(B.quiet, B.head)
+        solve = max(sums + maps * (groups - 1) // groups + passing, maps) + workspace
+        scale = maps + self.moving(1) + max(B.quiet, B.head)
         return sum(self.weights) + self.changes() + max(capture, solve, scale)
 
     def blockwise(self) -> int:

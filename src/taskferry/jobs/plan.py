@@ -25,7 +25,7 @@ from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Side, collect
 from taskferry.fitting.models import device_of
 from taskferry.fitting.objectives import ForwardOnly
-from taskferry.fitting.scale import EVALUATIONS
+from taskferry.fitting.scale import EVALUATIONS, copied_bytes
 from taskferry.fitting.statistics import Statistics
 from taskferry.jobs.block_plan import LIBRARIES, plan_blocks
 from taskferry.jobs.cost import Plan, apply_cost, map_bytes, resident, size, sums_bytes
@@ -153,12 +153,10 @@ def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost, trained: _Trained
     moving = sum(apply_cost(p.source.shape, p.target.shape) for p in pairs)
     passes = trial.seconds * trial.whole
     kept = sum(map_bytes(seen * rows, a, b, cost.directions) for rows, a, b in maps)
-    # Trying a scale takes a copy of the weights that move, beside the maps that are left of all versions.
+    # Trying a scale takes a copy of the weights that move, beside the maps of all samples.
     names = {p.target.weight for p in pairs} if cost.evaluations else ()
-    trying = kept + sum(target.get_parameter(name).nbytes for name in names)
-    working = max(
-        _working_memory(trial, maps, min(held, memory)) + versions * kept, trying, _training_memory(trial, trained)
-    )
+    trying = kept + sum(copied_bytes(target.get_parameter(name)) for name in names)
+    working = max(_working_memory(trial, maps, min(held, memory)) + kept, trying, _training_memory(trial, trained))
     away = any(device_of(model).type != "cpu" for model in (source, target))
     return Plan(
         pairs=len(pairs),
