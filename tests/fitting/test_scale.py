@@ -35,10 +35,11 @@ def test_it_finds_what_a_fine_grid_finds(shape: str, m: float, a: float) -> None
 
     curve = choose_scale(lambda scales: (asked.append(list(scales)), [loss(x) for x in scales])[1])
     calls = [x for scales in asked for x in scales]
-    assert asked[0] == [0.0, 0.5, 1.0, 2.0, 4.0]
-    assert len(asked) <= 3
+    falling = loss(2.0) < min(map(loss, (0.0, 0.5, 1.0)))
+    assert asked[: 1 + falling] == [[0.0, 0.5, 1.0, 2.0], *([[4.0]] if falling else [])]
+    assert len(asked) <= 3 + falling
     assert all(len(scales) <= 3 for scales in asked[1:])
-    assert len(calls) == len(set(calls)) <= EVALUATIONS == 11
+    assert len(calls) == len(set(calls)) <= EVALUATIONS + 1 == 11
     assert list(curve.points) == sorted((x, loss(x)) for x in calls)
     grid = min((i / 1000 for i in range(4001)), key=loss)
     assert abs(curve.best - grid) <= NEAR[shape] * max(grid, 0.2)

@@ -155,7 +155,9 @@ def test_what_does_not_help_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
     plain = run("twofold", given, halfway=0.0)
     assert plain.curve is not None
     monkeypatch.setattr(
-        whole.WholePair, "losses", lambda self, changes, scales: [[1.0 + scale] * len(changes) for scale in scales]
+        whole.whole.WholePair,
+        "losses",
+        lambda self, changes, scales: [[1.0 + scale] * len(changes) for scale in scales],
     )
     uphill = run("twofold", given)
     assert uphill.curve is not None
@@ -349,6 +351,25 @@ def test_the_base_models_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> N
     groups = run("twofold", rebuilt(given, work=Work(sums_memory=1000)))  # too many groups to be kept
     assert len(seen) > 6
     assert relative(flat(once.tau), flat(groups.tau)) < 1e-9
+
+
+def test_the_untouched_target_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loss on each fold is the same for both searches."""
+    given = helpful()
+    asked: list[float] = []
+    real = whole.WholePair.losses
+
+    def losses(pair: whole.WholePair, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[list[float]]:
+        asked.extend(scales)
+        return real(pair, changes, scales)
+
+    monkeypatch.setattr(whole.WholePair, "losses", losses)
+    moved = run("twofold", given)
+    assert moved.provenance["captures"] == 2
+    assert asked.count(0.0) == 1
+    assert moved.curve is not None
+    folds = given.in_folds().pair.losses(moved.without, [0.0])[0]
+    assert [before for before, _ in moved.curve.folds] == pytest.approx(folds, rel=1e-6)
 
 
 def test_what_judges_a_fold_was_fitted_without_it() -> None:

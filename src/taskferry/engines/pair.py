@@ -132,6 +132,11 @@ class ModelPair(ABC):
         return other
 
     @cached_property
+    def untouched(self) -> dict[int, list[float]]:
+        """By number of folds: the target's loss on each, once a scale was looked for."""
+        return {}
+
+    @cached_property
     def objectives(self) -> tuple[Objective, Objective]:
         """Of the source and of the target."""
         return both_objectives(self.objective, self.source, self.target, self.calibration)

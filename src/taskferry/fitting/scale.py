@@ -24,10 +24,10 @@ from taskferry.maths.precision import full_precision
 from taskferry.taskvector import LowRank, TaskVector, as_dense, to_device
 
 LARGEST = 4.0
-START = (0.0, 0.5, 1.0, 2.0, 4.0)
+START = (0.0, 0.5, 1.0, 2.0)  # the largest as well, where the loss still falls there
 ROUNDS = 2  # after the first
 DIGITS = 2  # of a scale: what lies beyond is rounding of the loss, and differs from one engine to the other
-EVALUATIONS = len(START) + 3 * ROUNDS  # at most
+EVALUATIONS = len(START) + 3 * ROUNDS  # at most, where the valley is not beyond the start
 Losses = Callable[[Sequence[float]], Sequence[float]]  # scales -> the loss at each
 
 
@@ -62,8 +62,9 @@ class ScaleCurve:
 def choose_scale(losses: Losses, *, largest: float = LARGEST, rounds: int = ROUNDS) -> ScaleCurve:
     """The minimum of the loss over [0, largest], in rounds: all scales of a round are asked for together.
 
-    Where a loss takes a walk over weights on disk, a round is one walk. The first round finds the valley; each of the
-    next cuts both its sides in halves, and takes the vertex of the parabola through its three points as well.
+    Where a loss takes a walk over weights on disk, a round is one walk. The first round finds the valley, with one more
+    scale where the loss still falls at its end; each of the next cuts both sides of the valley in halves, and takes the
+    vertex of the parabola through its three points as well.
     """
     known: dict[float, float] = {}
 
@@ -71,7 +72,9 @@ def choose_scale(losses: Losses, *, largest: float = LARGEST, rounds: int = ROUN
         for scale, value in zip(scales, losses(scales), strict=True):
             known[scale] = value if value == value else float("inf")  # a model that breaks is no minimum
 
-    evaluate([scale for scale in START if scale < largest] + [largest])
+    evaluate([scale for scale in START if scale <= largest])
+    if min(known, key=lambda scale: known[scale]) == max(known) < largest:
+        evaluate([largest])
     for _ in range(rounds):
         scales = sorted(known)
         middle = min(range(len(scales)), key=lambda i: known[scales[i]])

@@ -117,15 +117,17 @@ class Job:
         return [self.mean(folds) for folds in self.pair.losses(changes, scales)]
 
     def best_scale(self, changes: Sequence[TaskVector], rounds: int = ROUNDS) -> ScaleCurve:
-        """The scale with the lowest loss; `changes` are `Moved.judged`."""
-        known: dict[float, list[float]] = {}
+        """The scale with the lowest loss; `changes` are `Moved.judged`. The untouched target is looked at once."""
+        before = self.pair.untouched.get(len(changes))
+        known: dict[float, list[float]] = {} if before is None else {0.0: before}
 
         def losses(scales: Sequence[float]) -> list[float]:
-            found = self.pair.losses(changes, scales)
-            known.update(zip(scales, found, strict=True))
+            new = [scale for scale in scales if scale not in known]
+            known.update(zip(new, self.pair.losses(changes, new), strict=True))
+            self.pair.untouched[len(changes)] = known[0.0]
             if self.pair.work.progress is not None:
                 self.pair.work.progress("scale", len(known), max(len(known), len(START) + 3 * rounds))
-            return [self.mean(folds) for folds in found]
+            return [self.mean(known[scale]) for scale in scales]
 
         curve = choose_scale(losses, rounds=rounds, largest=1.0 if self.few else LARGEST)
         if self.pair.work.progress is not None:

@@ -18,7 +18,7 @@ from taskferry.choices import DEFAULT_TOLERANCE
 from taskferry.coverage import Coverage
 from taskferry.errors import TaskferryError
 from taskferry.fitting.objectives import Classifier
-from taskferry.fitting.scale import ROUNDS, START
+from taskferry.fitting.scale import EVALUATIONS, ROUNDS, START
 from taskferry.fitting.statistics import BASE, Capture, Point
 from taskferry.maths.whitening import UnitRows, Whitened
 from taskferry.methods import FOLDS, Cost, Job, MapRank, Moved, Needs, Shown, TableRow, Tolerance, method
@@ -42,7 +42,7 @@ def costs(job: Job, *, halfway: float, views: int, whiten: bool, directions: int
         return Cost(1, solves, sums=sums, directions=directions)
     inputs = 1 if naming_head(job) is None else 1 + views
     captures = 1 + (halfway > 0)
-    looked_at = (len(START) if halfway else 0) + len(START) + 3 * ROUNDS
+    looked_at = (len(START) - 1 if halfway else 0) + EVALUATIONS  # the untouched target once
     return Cost(captures * inputs, solves, looked_at, FOLDS, captures - 1, sums, directions)
 
 
@@ -85,7 +85,9 @@ def twofold(
     again = bool(halfway)
     moved, point = job.move(replace(capture, again=again), maps, "base", sites), 1
     # Where halfway is need not be known well, and nothing else rests on it: by the maps of all samples.
-    curve = job.best_scale(moved.judged, rounds=0 if again else ROUNDS)
+    curve = job.best_scale(
+        job.calibration.folds * moved.judged if again else moved.judged, rounds=0 if again else ROUNDS
+    )
     if again and curve.helps:
         both = (BASE, Point(halfway * job.tau, halfway * curve.best * moved.tau))
         del moved  # its maps go before the next are made
