@@ -325,13 +325,17 @@ def test_mistakes_in_a_recipe_are_told_together(tmp_path: Path) -> None:
         load_recipe(str(file))
 
 
-def test_the_command(tmp_path: Path) -> None:
-    plan = taskferry("bench", "run", "paper/table1", "--dry-run", "--json").json
-    assert plan["models"]["B16plus-laion400m"]["tokens"] == 226
+@pytest.mark.every
+def test_the_command_runs_stand_ins(tmp_path: Path) -> None:
     shown = taskferry("bench", "run", "paper/table4", "--stand-in", cwd=tmp_path).out
     assert "few-shot, from bico" in shown
     assert "recovered" in shown
     assert not list(tmp_path.iterdir())  # stand-ins leave nothing
+
+
+def test_the_command(tmp_path: Path) -> None:
+    plan = taskferry("bench", "run", "paper/table1", "--dry-run", "--json").json
+    assert plan["models"]["B16plus-laion400m"]["tokens"] == 226
     listed = taskferry("bench", "recipes", "--json").json
     assert set(listed) == set(recipe_names())
     assert "no recipe 'paper/table99'" in taskferry("bench", "run", "paper/table99", code=2).err

@@ -62,6 +62,7 @@ def test_a_transfer_without_any_data(world: Path, tmp_path: Path) -> None:
     assert losses[1] < losses[0] - 0.03
 
 
+@pytest.mark.every
 def test_several_processes_draw_what_one_draws(world: Path, tmp_path: Path) -> None:
     alone = made(world, tmp_path / "one").json
     ranks(2, "transfer", *words(world, "--calibration", "generate", "--out", tmp_path / "two"))

@@ -67,7 +67,7 @@ def test_maps_of_every_family(name: str) -> None:
         assert there.identity() == here.identity()
 
 
-@pytest.mark.parametrize("form", ["full", "LoRA"])
+@pytest.mark.parametrize("form", ["full", pytest.param("LoRA", marks=pytest.mark.every)])
 @pytest.mark.parametrize("method", list(methods()))
 def test_every_method(method: str, form: str) -> None:
     A, B, calibration = both("bert", (16, 2), (16, 2))

@@ -63,7 +63,7 @@ def pairs(name: str | Tiny, depths: tuple[int, int], tmp_path: Path) -> tuple[Wh
     # those whose random changes help, so that it goes halfway
     + [("bert", "twofold"), pytest.param("t5", "twofold", marks=pytest.mark.every)],
 )
-@pytest.mark.parametrize("depths", [(2, 5), (5, 2)])
+@pytest.mark.parametrize("depths", [(2, 5), pytest.param((5, 2), marks=pytest.mark.every)])
 def test_blocks_move_what_whole_models_move(name: str, depths: tuple[int, int], method: str, tmp_path: Path) -> None:
     """Bit for bit; but an encoder's gradient is a sum over its decoder's blocks, which is added in another order."""
     whole, blocks, tau = pairs(name, depths, tmp_path)
