@@ -138,11 +138,12 @@ def test_every_family_can_be_planned(name: str) -> None:
     assert plan.stages["solve"] > 0
 
 
-def test_weights_that_were_stored_in_bfloat16_are_copied_in_it() -> None:
+def test_weights_that_were_stored_in_half_precision_are_copied_in_it() -> None:
     """Half of the memory, and after trying scales the same bits; other weights are copied as they are."""
     generator = torch.Generator().manual_seed(0)
     for stored, precision, size in (
         (torch.bfloat16, torch.float32, 2),
+        (torch.float16, torch.float32, 2),
         (torch.float32, torch.float32, 4),
         (torch.bfloat16, torch.bfloat16, 2),
     ):

@@ -115,7 +115,7 @@ def calibration_loss(model: nn.Module, loss: Loss, batches: Sequence[Batch]) -> 
 def moved_by(model: nn.Module, tau: TaskVector) -> Iterator[Callable[[float], None]]:
     """Inside, the model's parameters are base + scale · τ for the scale last set; after, as they were.
 
-    Memory: one copy of the parameters that move, of half the size where they were stored in bfloat16.
+    Memory: one copy of the parameters that move, of half the size where they were stored in half precision.
     """
     moving = [
         (parameter, _copy(parameter.detach()), to_device(d, parameter.device) if isinstance(d, LowRank) else d)
@@ -141,9 +141,12 @@ def moved_by(model: nn.Module, tau: TaskVector) -> Iterator[Callable[[float], No
 
 
 def _copy(weights: Tensor) -> Tensor:
-    """Weights that were read from a file in bfloat16 are the same in it, and half as large."""
-    half = weights.to(torch.bfloat16, copy=True)
-    return half if torch.equal(half.to(weights.dtype), weights) else weights.clone()
+    """Weights that were read from a file in half precision are the same in it, and half as large."""
+    for precision in (torch.bfloat16, torch.float16):
+        half = weights.to(precision, copy=True)
+        if torch.equal(half.to(weights.dtype), weights):
+            return half
+    return weights.clone()
 
 
 def copied_bytes(weights: Tensor) -> int:
