@@ -146,7 +146,8 @@ def summed(cells: dict[str, Any], name: str, count: int) -> Found | None:
     if not costs:
         return None
     full = max(map(len, gains.values()))
-    share = [sum(g for g, _ in some) / sum(o for _, o in some) for some in gains.values() if len(some) == full]
+    share = [sum(g for g, _ in some) / (sum(o for _, o in some) or float("nan")) for some in gains.values()
+             if len(some) == full]  # fmt: skip
     cpu, of_A, of_B = (statistics.mean(column) for column in zip(*costs, strict=True))
     worst = min(by_place, key=lambda place: statistics.mean(by_place[place]))
     least = statistics.mean(by_place[worst])

@@ -1,13 +1,15 @@
 """Does a LoRA survive the move between real language models: right answers against CPU-seconds.
 
     python benchmarks/quality/language_models.py [--quick] [--json benchmarks/results/language_models.json]
-        [--models FOLDER] [--pairs A:B …] [--tasks NAME …] [--counts N …] [--seeds N] [--ways NAME …] [--shown]
+        [--models FOLDER] [--pairs A:B …] [--tasks NAME …] [--samples data|teacher|generated] [--counts N …] [--seeds N]
+        [--ways NAME …] [--shown]
 
 Each model is a folder of FOLDER or a hub name. A LoRA of rank 8 on every projection of the blocks is trained by PEFT on
 all samples of a task, on the source and on the target (the oracle); the target answers 400 other questions. An answer
-is right where it is the likeliest of those that the task has. Ways are those of `frontier.py`, each alone and in one
-thread. Fine-tunes are kept beside the other data of the benchmarks, every way of a cell is written when it is done, and
-a run goes on where an earlier one stopped.
+is right where it is the likeliest of those that the task has. The calibration samples are questions with their answers,
+questions that the tuned source answers (teacher), or texts that it writes freely (generated). Ways are those of
+`frontier.py`, each alone and in one thread. Fine-tunes are kept beside the other data of the benchmarks, every way of a
+cell is written when it is done, and a run goes on where an earlier one stopped.
 
 Bound: no way that chooses its scale is below the target by more than a point on a pair and task.
 """
@@ -33,12 +35,14 @@ from benchmarks.shared import common
 from benchmarks.zoo import zoo_data
 from taskferry import TaskVector, load_model, load_samples, load_tuned
 from taskferry.calibration.data import Samples
-from taskferry.checkpoints import Loaded
+from taskferry.checkpoints import Loaded, Tuned
 from taskferry.disk.staging import staged_folder
 from taskferry.evaluation import Pool, evaluate
+from taskferry.fitting.generation import draw
 from taskferry.fitting.objectives import LanguageModel
-from taskferry.fitting.preparation import prepare
+from taskferry.fitting.preparation import Prepared, prepare
 from taskferry.fitting.scale import moved_by
+from taskferry.jobs.settings import PlanSettings
 from taskferry.methods import Job
 from taskferry.settings import CalibrationSettings
 from taskferry.training import FineTuning, finetune
@@ -53,6 +57,7 @@ PROTOCOL = FineTuning(
     steps=120, batch=8, learning_rate=1e-3, weight_decay=0.0, warmup=10, validation=0.0, every=40, precision="float32"
 )
 STEPS = (10, 30, 100)
+ORIGINS = {"": "labelled", "teacher": "labelled by the tuned source", "generated": "written by the tuned source"}
 WAYS: dict[str, ways.Way] = {
     "THESEUS": ways.Way("theseus", auto=True),
     "BiCo at scale 1": ways.Way("bico"),
@@ -120,12 +125,25 @@ def tuned(loaded: Loaded, folder: Path, task: str, steps: int) -> Path:
     return out
 
 
+def calibration_of(models: tuple[Loaded, Loaded], change: Tuned, name: str, count: int, seed: int) -> Prepared:
+    """Of "trec" with the data's answers, "trec+teacher" with the tuned source's, "trec+generated" written by it."""
+    task, _, origin = name.partition("+")
+    given: dict[str, Any] = {"samples": count, "seed": seed, "micro_batch": BATCH, "max_length": LENGTH}
+    samples = samples_of(task, "train")
+    if origin == "generated":
+        ends = {"source_base": "source", "target_base": "target", "source_tuned": "tuned"}
+        samples = draw(PlanSettings(calibration="generate", **ends, **given), *models, change).samples
+    labels = {"labels": "teacher"} if origin == "teacher" else {}
+    return prepare(CalibrationSettings(calibration=task, **given, **labels), *models, change, samples=samples)
+
+
 def run_cell(
-    models: tuple[Loaded, Loaded], folder: Path, task: str, count: int, seed: int, steps: int,
+    models: tuple[Loaded, Loaded], folder: Path, name: str, count: int, seed: int, steps: int,
     wanted: dict[str, ways.Way], known: dict[str, Any], tested: int,
 ) -> Any:  # fmt: skip
     """Every way that is not known yet; yields after each."""
     A, B = models
+    task = name.partition("+")[0]
     changes = [load_tuned(str(tuned(loaded, folder, task, steps)), loaded) for loaded in models]
     test = samples_of(task, "test")
     test = test.take(range(0, len(test), max(1, len(test) // tested))[:tested])
@@ -146,8 +164,7 @@ def run_cell(
         known["oracle"], known["oracle loss"] = score(changes[1].tau, 1.0), losses["last"]
         cost = json.loads((tuned(B, folder, task, steps) / "cost.json").read_text())
         known["oracle cpu"] = cost["cpu"]
-    settings = CalibrationSettings(calibration=task, samples=count, seed=seed, micro_batch=BATCH, max_length=LENGTH)
-    prepared = prepare(settings, A, B, changes[0], samples=samples_of(task, "train"))
+    prepared = calibration_of(models, changes[0], name, count, seed)
     job = Job.of(A.model, B.model, changes[0].tau, prepared.calibration, prepared.objectives)
     for _ in ways.run_ways(job, count, wanted, score, known.setdefault("ways", {})):
         last = next(reversed(known["ways"]))
@@ -157,19 +174,28 @@ def run_cell(
 
 def share(cell: dict[str, Any], score: float) -> float:
     """Of the points that a LoRA trained on the target gains."""
-    return 100 * (score - cell["target"]) / (cell["oracle"] - cell["target"])
+    gain = cell["oracle"] - cell["target"]
+    return 100 * (score - cell["target"]) / gain if gain else float("nan")  # a quick one may learn nothing
 
 
 def summary(cells: dict[str, Any]) -> str:
     """What each way recovers over all cells of a number of samples, and what it takes; shares as in `frontier.py`."""
     rows = []
-    for count in sorted({int(key.split()[3]) for key in cells}):
-        for name in WAYS:
-            found = frontier.summed(cells, name, count)
-            if found is not None:
-                rows.append([str(count), name, str(found.cells), f"{frontier.shown_share(found)} %",
-                             f"{found.least:+.1f}", f"{found.cpu:.0f}"])  # fmt: skip
-    header = ["N", "way", "cells", "share of the oracle's gain", "least gain of a pair and task, points", "CPU-seconds"]
+    kinds = {(key.split()[0].partition("+")[2], int(key.split()[3])) for key in cells}
+    for (origin, count), name in product(sorted(kinds), WAYS):
+        some = {key: cell for key, cell in cells.items() if key.split()[0].partition("+")[2] == origin}
+        if (found := frontier.summed(some, name, count)) is not None:
+            rows.append([ORIGINS[origin], str(count), name, str(found.cells), f"{frontier.shown_share(found)} %",
+                         f"{found.least:+.1f}", f"{found.cpu:.0f}"])  # fmt: skip
+    header = [
+        "samples",
+        "N",
+        "way",
+        "cells",
+        "share of the oracle's gain",
+        "least gain of a pair and task, points",
+        "CPU-seconds",
+    ]
     return common.table(header, rows)
 
 
@@ -177,18 +203,30 @@ def table(cells: dict[str, Any]) -> str:
     rows = []
     for key, cell in cells.items():
         task, source, target, count, _seed = key.split()
-        where = [f"{task}, {source} → {target}", count]
+        task, _, origin = task.partition("+")
+        where = [f"{task}, {source} → {target}", ORIGINS[origin], count]
         rows.append([*where, "target", f"{cell['target']:.1f}", f"{cell['target loss']:.2f}", "", ""])
         for name in WAYS:
             way = cell["ways"].get(name, {})
             if "score" in way:
                 recovered = f"{share(cell, way['score']):.0f} %"
                 rows.append(
-                    ["", "", name, f"{way['score']:.1f}", f"{way.get('loss', 0):.2f}", recovered, f"{way['cpu']:.0f}"]
+                    [
+                        "",
+                        "",
+                        "",
+                        name,
+                        f"{way['score']:.1f}",
+                        f"{way.get('loss', 0):.2f}",
+                        recovered,
+                        f"{way['cpu']:.0f}",
+                    ]
                 )
-        rows.append(["", "", "LoRA of all samples on the target (oracle)", f"{cell['oracle']:.1f}",
+        rows.append(["", "", "", "LoRA of all samples on the target (oracle)", f"{cell['oracle']:.1f}",
                      f"{cell['oracle loss']:.2f}", "100 %", f"{cell['oracle cpu']:.0f}"])  # fmt: skip
-    every = common.table(["", "N", "way", "right answers", "loss", "share of the oracle's gain", "CPU-seconds"], rows)
+    every = common.table(
+        ["", "samples", "N", "way", "right answers", "loss", "share of the oracle's gain", "CPU-seconds"], rows
+    )
     return f"{summary(cells)}\n\n{every}"
 
 
@@ -199,6 +237,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=HOME, help="where the folders of the models are")
     parser.add_argument("--pairs", nargs="+", type=lambda pair: tuple(pair.split(":")), default=PAIRS, metavar="A:B")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--samples", choices=("data", "teacher", "generated"), default="data", dest="origin")
     parser.add_argument("--counts", nargs="+", type=int, default=(100,))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME")
@@ -222,11 +261,12 @@ def main() -> None:
     ):
         if options.shown:
             break
-        key = f"{task} {source} {target} {count} {seed}"
+        named = task if options.origin == "data" else f"{task}+{options.origin}"
+        key = f"{named} {source} {target} {count} {seed}"
         models = tuple(load_model(str(at) if (at := options.models / name).exists() else name)
                        for name in (source, target))  # fmt: skip
         known = cells.setdefault(key, {})
-        for _ in run_cell((models[0], models[1]), folder, task, count, seed, steps, wanted, known, tested):
+        for _ in run_cell((models[0], models[1]), folder, named, count, seed, steps, wanted, known, tested):
             common.kept(options.json, {key: known})
             last = next(reversed(known["ways"]))
             print(key, last, known["ways"][last], f"{time.time() - started:.0f} s", flush=True)

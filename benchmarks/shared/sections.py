@@ -72,7 +72,9 @@ models of other families, with other tokenizers, widths and depths. A task is a 
 words; an answer is right where it is the likeliest of them, on 400 other questions. The oracle is such a LoRA trained
 on the target, with all samples. *LoRA from scratch, labels* is what a user would do instead, on the same N samples;
 *refined* rows train towards the tuned source without labels (`--refine`), *no move* from scratch. Costs are CPU-seconds
-of one thread. On trec the number of directions of wide layers was chosen; nothing was chosen on the others.""",
+of one thread. Samples are labelled, answered by the tuned source in place of the labels, or written by it from nothing
+(`--calibration generate`). On trec the number of directions of wide layers was chosen; nothing was chosen on the
+others.""",
     ),
     "causal": (
         "Causal language models",
