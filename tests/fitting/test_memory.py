@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from taskferry import Calibration, TaskVector, fit
+from taskferry.engines import whole
+from taskferry.engines.pair import Work
 from taskferry.engines.whole import WholePair
 from taskferry.fitting.capture import BICO, MicroBatch, Side
 from taskferry.fitting.models import frozen
@@ -21,6 +23,7 @@ from taskferry.fitting.statistics import Capture, Statistics
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.plan import _trial, plan_job
 from taskferry.maths.procrustes import Map
+from taskferry.maths.whitening import Whitened
 from taskferry.methods import Job, find
 from taskferry.sites.discovery import find_sites
 from taskferry.sites.pairing import pair_sites
@@ -187,3 +190,30 @@ def test_maps_without_a_fold_go_with_their_block(monkeypatch: pytest.MonkeyPatch
     moved = job.move(Capture(), MapOptions())
     assert found == [*(12 * [block]), *(n * block for n in range(1, 7))]
     assert len(moved.without) == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+def test_few_tokens_of_a_wide_model_are_captured_in_one_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows are what takes memory: matrices of all directions would not fit, and do not arise."""
+    tiny = TINY[name]
+    A, B, calibration = tiny.model(96, 2, 0), tiny.model(128, 2, 1), tiny.calibration(samples=3)
+    assert calibration.tokens is not None
+    seen: list[int] = []
+    real = whole.collect
+
+    def collect(statistics: Statistics, *given: Any, **named: Any) -> None:
+        real(statistics, *given, **named)
+        held = [statistics, *statistics.parts]
+        sums = [S for each in held for some in (each.inputs, each.outputs) for S in some.values()]
+        seen.append(sum(t.numel() for S in sums for both in S._pending for t in both))
+        seen[-1] += sum(S.C.numel() for S in sums if S.C is not None)
+
+    monkeypatch.setattr(whole, "collect", collect)
+    pair = WholePair(A, B, calibration, tiny.objective)
+    capture = Capture(sums=Whitened)
+    foretold = sum(capture.numbers(each, calibration.tokens) for each in pair.pairs)
+    assert 2 * foretold < sum(capture.numbers(each) for each in pair.pairs)
+    pair = WholePair(A, B, calibration, tiny.objective, work=Work(sums_memory=4 * foretold))
+    pair.fit(capture, MapOptions(), {})
+    assert len(seen) == 1
+    assert seen[0] <= foretold

@@ -17,6 +17,8 @@ from torch import Tensor
 from taskferry.disk.files import hash_tensor
 from taskferry.errors import TaskferryError
 
+TEXTS = ("input_ids", "labels", "decoder_input_ids")  # a row of a layer for each of their numbers
+BESIDE = ("attention_mask", "token_type_ids", "position_ids", "decoder_attention_mask")
 IGNORED = -100  # a label position that no loss counts, in torch and transformers alike
 
 
@@ -40,6 +42,12 @@ class Batch:
     def rows(self) -> int:
         """Of the inputs: what the model takes for samples."""
         return int(next(iter(self.inputs.values())).shape[0])
+
+    @property
+    def tokens(self) -> int | None:
+        """The most that a layer sees, with padding: of one text, or of a second stack; None for more than texts."""
+        texts = [tensor.numel() for name, tensor in self.inputs.items() if name in TEXTS]
+        return max(texts) if texts and set(self.inputs) <= {*TEXTS, *BESIDE} else None
 
     def take(self, indices: Sequence[int]) -> Batch:
         """Some of the samples, in the order given."""
@@ -104,6 +112,16 @@ class Calibration:
     def samples(self) -> int:
         """Number of samples."""
         return sum(len(A) for A, _ in self.pairs)
+
+    @property
+    def tokens(self) -> int | None:
+        """The most rows that a layer sees of all samples, with padding; None where the inputs do not tell."""
+        total = 0
+        for A, B in self.pairs:
+            if A.tokens is None or B.tokens is None:
+                return None
+            total += max(A.tokens, B.tokens)
+        return total
 
     @property
     def labels(self) -> Tensor | None:

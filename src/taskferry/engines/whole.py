@@ -135,7 +135,8 @@ class WholePair(ModelPair):
         pairs = self.wanted(left_out)
         widest = max((p.element_size() for model in (self.source, self.target) for p in model.parameters()), default=4)
         wide = 8 if self.exact else max(4, widest)
-        groups = list(_groups(pairs, self.work.sums_memory // wide, capture.numbers))
+        rows = self.calibration.tokens
+        groups = list(_groups(pairs, self.work.sums_memory // wide, lambda pair: capture.numbers(pair, rows)))
         share, uncounted = self.share(), self.uncounted()
         suffix = f", {stage}" if stage else ""
         known = 0 if self._known(groups, capture) is None else len(capture.points) - 1

@@ -56,12 +56,18 @@ class Capture:
         """Of every map: of all samples, then without each fold."""
         return 1 if self.again or self.folds == 1 else 1 + self.folds
 
-    def numbers(self, pair: Pair) -> int:
-        """Of the sums of a pair."""
+    def numbers(self, pair: Pair, rows: int | None = None) -> int:
+        """Of the sums of a pair, at most; of so many rows a point, where that is known."""
         (out_A, in_A), (out_B, in_B) = pair.source.shape, pair.target.shape
         shared = bool(pair.target.expert) and not pair.target.role.endswith("down")  # all experts read one tensor
-        inputs = 0 if shared and self.inputs == "activations" else CrossCovariance.numbers(in_A, in_B)
-        return self.folds * (self.sums.numbers(out_A, out_B) + inputs)
+        kinds = [(self.sums, out_A, out_B)]
+        if not (shared and self.inputs == "activations"):
+            kinds.append((CrossCovariance, in_A, in_B))
+        if rows is None:
+            return self.folds * sum(kind.numbers(a, b) for kind, a, b in kinds)
+        # Folds are of about one size; a quarter more is room enough for those that are not.
+        each = -(-5 * rows * (len(self.points) + self.again) // (4 * self.folds))
+        return self.folds * sum(kind.numbers_of(each, a, b) for kind, a, b in kinds)
 
     def start(self, inputs: bool, d_A: int, d_B: int, exact: bool = False) -> CrossCovariance:
         """Empty sums for one side of a site."""
