@@ -155,7 +155,7 @@ def test_what_does_not_help_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
     plain = run("twofold", given, halfway=0.0)
     assert plain.curve is not None
     monkeypatch.setattr(
-        whole.whole.WholePair,
+        whole.WholePair,
         "losses",
         lambda self, changes, scales: [[1.0 + scale] * len(changes) for scale in scales],
     )
