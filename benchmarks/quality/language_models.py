@@ -164,7 +164,12 @@ def run_cell(
         known["oracle"], known["oracle loss"] = score(changes[1].tau, 1.0), losses["last"]
         cost = json.loads((tuned(B, folder, task, steps) / "cost.json").read_text())
         known["oracle cpu"] = cost["cpu"]
+    ready = known.setdefault("ways", {})
+    if all(way in ready and ready[way]["code"] == wanted[way].row.code for way in wanted):
+        return
+    started = time.process_time()
     prepared = calibration_of(models, changes[0], name, count, seed)
+    known["samples cpu"] = round(time.process_time() - started, 1)
     job = Job.of(A.model, B.model, changes[0].tau, prepared.calibration, prepared.objectives)
     for _ in ways.run_ways(job, count, wanted, score, known.setdefault("ways", {})):
         last = next(reversed(known["ways"]))
@@ -204,7 +209,8 @@ def table(cells: dict[str, Any]) -> str:
     for key, cell in cells.items():
         task, source, target, count, _seed = key.split()
         task, _, origin = task.partition("+")
-        where = [f"{task}, {source} → {target}", ORIGINS[origin], count]
+        made = f" in {cell['samples cpu']:.0f} CPU-seconds" if origin else ""  # not among those of the ways
+        where = [f"{task}, {source} → {target}", ORIGINS[origin] + made, count]
         rows.append([*where, "target", f"{cell['target']:.1f}", f"{cell['target loss']:.2f}", "", ""])
         for name in WAYS:
             way = cell["ways"].get(name, {})

@@ -197,7 +197,8 @@ def test_few_tokens_of_a_wide_model_are_captured_in_one_pass(name: str, monkeypa
     """Their rows are what takes memory: matrices of all directions would not fit, and do not arise."""
     tiny = TINY[name]
     A, B, calibration = tiny.model(96, 2, 0), tiny.model(128, 2, 1), tiny.calibration(samples=3)
-    assert calibration.tokens is not None
+    tokens = calibration.tokens()
+    assert tokens is not None
     seen: list[int] = []
     real = whole.collect
 
@@ -211,7 +212,7 @@ def test_few_tokens_of_a_wide_model_are_captured_in_one_pass(name: str, monkeypa
     monkeypatch.setattr(whole, "collect", collect)
     pair = WholePair(A, B, calibration, tiny.objective)
     capture = Capture(sums=Whitened)
-    foretold = sum(capture.numbers(each, calibration.tokens) for each in pair.pairs)
+    foretold = sum(capture.numbers(each, tokens) for each in pair.pairs)
     assert 2 * foretold < sum(capture.numbers(each) for each in pair.pairs)
     pair = WholePair(A, B, calibration, tiny.objective, work=Work(sums_memory=4 * foretold))
     pair.fit(capture, MapOptions(), {})

@@ -113,15 +113,15 @@ class Calibration:
         """Number of samples."""
         return sum(len(A) for A, _ in self.pairs)
 
-    @property
-    def tokens(self) -> int | None:
-        """The most rows that a layer sees of all samples, with padding; None where the inputs do not tell."""
-        total = 0
+    def tokens(self, folds: int = 1) -> int | None:
+        """The most rows that a layer sees of all samples, or of the largest fold; None where inputs do not tell."""
+        totals: dict[int, int] = {}
         for A, B in self.pairs:
             if A.tokens is None or B.tokens is None:
                 return None
-            total += max(A.tokens, B.tokens)
-        return total
+            fold = A.fold if folds > 1 else 0
+            totals[fold] = totals.get(fold, 0) + max(A.tokens, B.tokens)
+        return max(totals.values())
 
     @property
     def labels(self) -> Tensor | None:

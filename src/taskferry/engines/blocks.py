@@ -46,6 +46,7 @@ class BlockPair(ModelPair):
     """Two models on disk."""
 
     engine = "blockwise"
+    walks = True
 
     def __init__(
         self,

@@ -77,6 +77,7 @@ class ModelPair(ABC):
     """Two base models, their calibration set and their objectives."""
 
     engine: ClassVar[str]
+    walks: ClassVar[bool] = False  # whether losses at any number of scales take one walk over weights on disk
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from taskferry.calibration.batch import Batch, Calibration
 from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
 from taskferry.disk.files import hash_parameters
 from taskferry.display.bars import with_bars
-from taskferry.engines.memory import give_back
+from taskferry.engines.memory import freed
 from taskferry.engines.pair import ModelPair, Moved, Work, in_place, shapes
 from taskferry.fitting.answers import Answers
 from taskferry.fitting.capture import BICO, Loss, Side, collect
@@ -109,8 +109,9 @@ class WholePair(ModelPair):
             part = in_place(solved.alignment(shapes(self.source), shapes(self.target), {}, {}), capture)
             takes = {name for pair in part.pairs for name in (pair.source.weight, pair.source.bias)}
             passed[version] += self.applied(part, tau.take(name for name in tau.deltas if names[name] in takes))
+            size = solved.bytes
             del part, solved  # before the next are made
-        give_back()  # sums, and maps of folds
+            freed(size)
         if capture.again:
             return Moved(passed[0])
         alignment = self.alignment(stays, capture, maps, left_out)
@@ -135,7 +136,7 @@ class WholePair(ModelPair):
         pairs = self.wanted(left_out)
         widest = max((p.element_size() for model in (self.source, self.target) for p in model.parameters()), default=4)
         wide = 8 if self.exact else max(4, widest)
-        rows = self.calibration.tokens
+        rows = self.calibration.tokens(capture.folds)
         groups = list(_groups(pairs, self.work.sums_memory // wide, lambda pair: capture.numbers(pair, rows)))
         share, uncounted = self.share(), self.uncounted()
         suffix = f", {stage}" if stage else ""
@@ -146,17 +147,22 @@ class WholePair(ModelPair):
         rests_on = repr((self.describe(capture.backward), maps, capture.key()))
         folder = self.work.resume if self.work.resume is None or not stage else self.work.resume / stage
         finished = Finished(folder, len(groups), rests_on)
+        # Where maps are let go at all; a single group is not stored either.
+        by_block = self.by_block and len(groups) == 1 and (capture.again or capture.versions > 1)
         for number, group in enumerate(groups):
             done = [finished.load(number, group, i) if self.first else None for i in range(capture.versions)]
             if self.told(None not in done):
                 capturing.step(passes)
                 solving.step(capture.versions * 2 * len(group))
-                yield from ((version, each or Solved()) for version, each in enumerate(done))
+                for version in range(capture.versions):
+                    yield version, done[version] or Solved()
+                    done[version] = None
                 continue
+            done.clear()
             # A group's sums live in this call only: two groups never exist at once.
             sums = self._capture(group, capture, share, uncounted, capturing.step, only=len(groups) == 1)
             for version in reversed(range(capture.versions)):  # the last to be solved lets go of the sums of all folds
-                for part, some in _parts(sums.pop(), group, self.by_block and len(groups) == 1):
+                for part, some in _parts(sums.pop(), group, by_block):
                     found = self.solve(some, part, maps, solving.step)
                     if self.first:
                         finished.save(number, group, found, version)

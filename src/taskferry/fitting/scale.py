@@ -27,6 +27,7 @@ LARGEST = 4.0
 START = (0.0, 0.5, 1.0, 2.0)  # the largest as well, where the loss still falls there
 ROUNDS = 2  # after the first
 DIGITS = 2  # of a scale: what lies beyond is rounding of the loss, and differs from one engine to the other
+ROUND = len(START) + 1  # the most scales of one round
 EVALUATIONS = len(START) + 3 * ROUNDS  # at most, where the valley is not beyond the start
 Losses = Callable[[Sequence[float]], Sequence[float]]  # scales -> the loss at each
 
@@ -59,12 +60,14 @@ class ScaleCurve:
         return replace(self, points=tuple((s, factor * loss) for s, loss in self.points), folds=tuple(folds))
 
 
-def choose_scale(losses: Losses, *, largest: float = LARGEST, rounds: int = ROUNDS) -> ScaleCurve:
+def choose_scale(
+    losses: Losses, *, largest: float = LARGEST, rounds: int = ROUNDS, together: bool = False
+) -> ScaleCurve:
     """The minimum of the loss over [0, largest], in rounds: all scales of a round are asked for together.
 
-    Where a loss takes a walk over weights on disk, a round is one walk. The first round finds the valley, with one more
-    scale where the loss still falls at its end; each of the next cuts both sides of the valley in halves, and takes the
-    vertex of the parabola through its three points as well.
+    Where a loss takes a walk over weights on disk, a round is one walk. The first round finds the valley, with the
+    largest scale where the loss still falls at its end (`together`: in any case, where a walk costs more); each of the
+    next cuts both sides of the valley in halves, and takes the vertex of the parabola through its three points as well.
     """
     known: dict[float, float] = {}
 
@@ -72,7 +75,9 @@ def choose_scale(losses: Losses, *, largest: float = LARGEST, rounds: int = ROUN
         for scale, value in zip(scales, losses(scales), strict=True):
             known[scale] = value if value == value else float("inf")  # a model that breaks is no minimum
 
-    evaluate([scale for scale in START if scale <= largest])
+    evaluate(
+        [*(scale for scale in START if scale <= largest), *([largest] if together and largest > START[-1] else [])]
+    )
     if min(known, key=lambda scale: known[scale]) == max(known) < largest:
         evaluate([largest])
     for _ in range(rounds):
@@ -150,8 +155,9 @@ def _copy(weights: Tensor) -> Tensor:
 
 
 def copied_bytes(weights: Tensor) -> int:
-    """Of the copy that trying a scale takes, from a look at its first numbers."""
-    return weights.numel() * _copy(weights.detach().flatten()[:4096]).element_size()
+    """Of the copy that trying a scale takes, from a look at some of its numbers."""
+    some = weights.detach().flatten()[:: max(1, weights.numel() // 4096)]
+    return weights.numel() * _copy(some).element_size()
 
 
 def losses_at(

@@ -78,6 +78,12 @@ class Solved:
             else:
                 self.reasons[name] = NO_SIGNAL
 
+    @property
+    def bytes(self) -> int:
+        """Of its maps."""
+        maps = [R for some in (self.inputs, self.outputs) for R, _ in some.values()]
+        return sum(tensor.nbytes for R in maps for tensor in (R.R, R.U, R.V) if tensor is not None)
+
     def add(self, other: Solved) -> None:
         """Take in another group."""
         self.pairs += other.pairs

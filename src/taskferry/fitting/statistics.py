@@ -57,7 +57,7 @@ class Capture:
         return 1 if self.again or self.folds == 1 else 1 + self.folds
 
     def numbers(self, pair: Pair, rows: int | None = None) -> int:
-        """Of the sums of a pair, at most; of so many rows a point, where that is known."""
+        """Of the sums of a pair, at most; with so many rows of a fold at each point, where that is known."""
         (out_A, in_A), (out_B, in_B) = pair.source.shape, pair.target.shape
         shared = bool(pair.target.expert) and not pair.target.role.endswith("down")  # all experts read one tensor
         kinds = [(self.sums, out_A, out_B)]
@@ -65,8 +65,7 @@ class Capture:
             kinds.append((CrossCovariance, in_A, in_B))
         if rows is None:
             return self.folds * sum(kind.numbers(a, b) for kind, a, b in kinds)
-        # Folds are of about one size; a quarter more is room enough for those that are not.
-        each = -(-5 * rows * (len(self.points) + self.again) // (4 * self.folds))
+        each = rows * (len(self.points) + self.again)
         return self.folds * sum(kind.numbers_of(each, a, b) for kind, a, b in kinds)
 
     def start(self, inputs: bool, d_A: int, d_B: int, exact: bool = False) -> CrossCovariance:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from taskferry.engines.blocks import BlockPair
 from taskferry.engines.lazy import LazyModel
 from taskferry.engines.memory import give_back
-from taskferry.fitting.scale import START
+from taskferry.fitting.scale import ROUND
 from taskferry.jobs.cost import (
     Plan,
     apply_cost,
@@ -73,7 +73,7 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], cost: Cost) -> Plan:
         for some in maps.values()
         for shape in some[side]
     )
-    runs = cost.folds * (len(START) if cost.evaluations > 2 else 2)
+    runs = cost.folds * (ROUND if cost.evaluations > 2 else 2)
     peak = max(
         block_A + block_B + edges + held + graph + largest,  # capture
         edges + largest + solved + workspace,  # solve
@@ -83,7 +83,7 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], cost: Cost) -> Plan:
         outer[1] + 2 * block_B + runs * 4 * tokens // cost.folds * widths[1] + graph,  # several scales at once
     )
     speed = EFFICIENCY * machine.product
-    walks = cost.folds * cost.evaluations / len(START)  # weights with a change added are those of one fold
+    walks = cost.folds * cost.evaluations / ROUND  # weights with a change added are those of one fold
     stages = {
         "forward": cost.captures * (2 * sum(stored) / READING + 3 * sum(flops) / speed),
         "capture": cost.captures * sum(tokens * a * b for a, b in every) / machine.product,

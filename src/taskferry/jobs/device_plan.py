@@ -18,7 +18,7 @@ from torch import nn
 
 from taskferry.errors import TaskferryError
 from taskferry.fitting.rehearsal import Rehearsal, on_meta, rehearse
-from taskferry.fitting.scale import START
+from taskferry.fitting.scale import ROUND, START
 from taskferry.fitting.statistics import Capture
 from taskferry.jobs.block_plan import map_shapes
 from taskferry.jobs.cost import as_rows, map_bytes, map_rank, size, sums_bytes, workspace_bytes
@@ -188,7 +188,7 @@ class _Sizes:
         edges, calls = self._states()
         block_A, block_B = (max(blocks) for blocks in self.blocks)
         sums, state = self.sums(kinds), points * (3 * sum(edges) + sum(calls))
-        scales = 2 if cost.evaluations <= 2 else sum(scale <= 1 for scale in START) if self.job.few else len(START)
+        scales = 2 if cost.evaluations <= 2 else sum(scale <= 1 for scale in START) if self.job.few else ROUND
         # The first block is there beside what stands outside of all; then each block alone; then the loss.
         walks = [
             max(outer + block + kept.quiet + 2 * kept.edge, block + edge // (cost.folds if scaled else 1) + kept.quiet,

@@ -153,10 +153,17 @@ def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost, trained: _Trained
     moving = sum(apply_cost(p.source.shape, p.target.shape) for p in pairs)
     passes = trial.seconds * trial.whole
     kept = sum(map_bytes(seen * rows, a, b, cost.directions) for rows, a, b in maps)
-    # Trying a scale takes a copy of the weights that move, beside the maps of all samples.
-    names = {p.target.weight for p in pairs} if cost.evaluations else ()
-    trying = kept + sum(copied_bytes(target.get_parameter(name)) for name in names)
-    working = max(_working_memory(trial, maps, min(held, memory)) + kept, trying, _training_memory(trial, trained))
+    # Trying a scale takes a copy of the weights that move, beside the maps of all samples, or beside the sums that a
+    # second capture goes on with; that one takes a copy of both models' weights.
+    names = [{getattr(p, side).weight for p in pairs} for side in ("source", "target")]
+    copies = [sum(copied_bytes(model.get_parameter(name)) for name in some)
+              for model, some in zip((source, target), names, strict=True)]  # fmt: skip
+    stays = min(held, memory)
+    working = max(
+        _working_memory(trial, maps, stays) + max(kept, sum(copies) if cost.rough else 0),
+        copies[1] + max(kept, stays if cost.rough else 0) if cost.evaluations else 0,
+        _training_memory(trial, trained),
+    )
     away = any(device_of(model).type != "cpu" for model in (source, target))
     return Plan(
         pairs=len(pairs),

@@ -129,7 +129,7 @@ class Job:
                 self.pair.work.progress("scale", len(known), max(len(known), len(START) + 3 * rounds))
             return [self.mean(known[scale]) for scale in scales]
 
-        curve = choose_scale(losses, rounds=rounds, largest=1.0 if self.few else LARGEST)
+        curve = choose_scale(losses, rounds=rounds, largest=1.0 if self.few else LARGEST, together=self.pair.walks)
         if self.pair.work.progress is not None:
             self.pair.work.progress("scale", len(known), len(known))  # the search may end early
         return replace(curve, folds=tuple(zip(known[0.0], known[curve.best], strict=True)) if curve.helps else ())
@@ -243,6 +243,7 @@ class Method:
         """Run it; what it moved carries its coverage, and where it came from."""
         self.refuse(job.pair.engine)
         settings = self.checked(given)
+        job.pair.untouched.clear()  # of a target that may have been another then
         moved = self.function(job, **settings)
         known = moved.provenance or job.pair.describe(self.needs.gradients)
         own = {**known.get("settings", {}), **settings}
