@@ -220,7 +220,7 @@ def main() -> None:
     sizes = QUICK if options.quick else FULL
     vocabulary_size = len(dict.fromkeys(WORDS)) + 3 if options.quick else 32_000
     samples, words, limit = (4, 32, int(1.2 * 2**30)) if options.quick else (16, 64, 3 * 2**30)
-    minutes = {"bico": 3, "default": 0} if options.quick else {"bico": 60, "default": 480}
+    minutes = {"bico": 10, "default": 0} if options.quick else {"bico": 60, "default": 480}
     # The default: several times the walks over the weights, so not in a quick run.
     wanted = [options.only] if options.only else ["bico"] if options.quick else ["bico", "default"]
     results: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
