@@ -121,7 +121,7 @@ class Calibration:
                 return None
             fold = A.fold if folds > 1 else 0
             totals[fold] = totals.get(fold, 0) + max(A.tokens, B.tokens)
-        return max(totals.values())
+        return max(totals.values(), default=0)
 
     @property
     def labels(self) -> Tensor | None:
