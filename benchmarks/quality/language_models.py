@@ -1,15 +1,16 @@
 """Does a LoRA survive the move between real language models: right answers against CPU-seconds.
 
     python benchmarks/quality/language_models.py [--quick] [--json benchmarks/results/language_models.json]
-        [--models FOLDER] [--pairs A:B …] [--tasks NAME …] [--samples data|teacher|generated] [--counts N …] [--seeds N]
-        [--ways NAME …] [--shown]
+        [--models FOLDER] [--pairs A:B …] [--tasks NAME …] [--samples data|ends|teacher|generated] [--counts N …]
+        [--seeds N] [--ways NAME …] [--shown]
 
 Each model is a folder of FOLDER or a hub name. A LoRA of rank 8 on every projection of the blocks is trained by PEFT on
 all samples of a task, on the source and on the target (the oracle); the target answers 400 other questions. An answer
 is right where it is the likeliest of those that the task has. The calibration samples are questions with their answers,
-questions that the tuned source answers (teacher), or texts that it writes freely (generated). Ways are those of
-`frontier.py`, each alone and in one thread. Fine-tunes are kept beside the other data of the benchmarks, every way of a
-cell is written when it is done, and a run goes on where an earlier one stopped.
+questions that the tuned source answers (teacher; its LoRA then learned to end an answer, as in ends), or texts that it
+writes freely (generated). Ways are those of `frontier.py`, each alone and in one thread. Fine-tunes are kept beside the
+other data of the benchmarks, every way of a cell is written when it is done, and a run goes on where an earlier one
+stopped.
 
 Bound: no way that chooses its scale is below the target by more than a point on a pair and task.
 """
@@ -57,7 +58,8 @@ PROTOCOL = FineTuning(
     steps=120, batch=8, learning_rate=1e-3, weight_decay=0.0, warmup=10, validation=0.0, every=40, precision="float32"
 )
 STEPS = (10, 30, 100)
-ORIGINS = {"": "labelled", "teacher": "labelled by the tuned source", "generated": "written by the tuned source"}
+ORIGINS = {"": "labelled", "ends": "labelled, a LoRA that ends its answers", "teacher": "labelled by that tuned source",
+           "generated": "written by the tuned source"}  # fmt: skip
 WAYS: dict[str, ways.Way] = {
     "THESEUS": ways.Way("theseus", auto=True),
     "BiCo at scale 1": ways.Way("bico"),
@@ -89,29 +91,30 @@ TASKS = {
 }  # fmt: skip
 
 
-def samples_of(name: str, split: str) -> Samples:
-    """Prompts and completions."""
+def samples_of(name: str, split: str, end: str = "") -> Samples:
+    """Prompts and completions; `end` closes an answer, for a model that is to stop there."""
     task = TASKS[name]
     given = load_samples(str(common.need_shared() / "data" / name), split=split)
     rows = [
         {
             "prompt": task.prompt.format(text=row["text"].strip(), text_pair=(row.get("text_pair") or "").strip()),
-            "completion": " " + task.answers[int(row["label"])],
+            "completion": " " + task.answers[int(row["label"])] + end,
         }
         for row in given.rows
     ]
     return replace(given, kind="prompt", rows=rows, labels=None, classes=())
 
 
-def tuned(loaded: Loaded, folder: Path, task: str, steps: int) -> Path:
-    """A LoRA on all samples of a task, trained once; its seconds stand beside it."""
-    out = folder / f"{Path(loaded.given).name}-{task}-{steps}"
+def tuned(loaded: Loaded, folder: Path, task: str, steps: int, ends: bool = False) -> Path:
+    """A LoRA on all samples of a task, trained once; its seconds stand beside it. One that `ends` stops by itself."""
+    out = folder / f"{Path(loaded.given).name}-{task}-{steps}{'-ends' if ends else ''}"
     if not out.exists():
         import peft
 
         torch.manual_seed(0)
         model = peft.get_peft_model(loaded.model, peft.LoraConfig(**LORA))
-        data = Pool(samples_of(task, "train"), loaded, max_length=LENGTH)
+        end = str(loaded.tokenizer().eos_token) if ends else ""
+        data = Pool(samples_of(task, "train", end), loaded, max_length=LENGTH)
         started = time.process_time()
         protocol = PROTOCOL.model_copy(update={"steps": steps})
         finetune(model, data, LanguageModel(), protocol, folder=folder / f"training-{out.name}")
@@ -126,7 +129,10 @@ def tuned(loaded: Loaded, folder: Path, task: str, steps: int) -> Path:
 
 
 def calibration_of(models: tuple[Loaded, Loaded], change: Tuned, name: str, count: int, seed: int) -> Prepared:
-    """Of "trec" with the data's answers, "trec+teacher" with the tuned source's, "trec+generated" written by it."""
+    """Of "trec" with the data's answers, "trec+teacher" with the tuned source's, "trec+generated" written by it.
+
+    Of "trec+ends" with the data's, moved from the source that answers in "trec+teacher": what its answers cost.
+    """
     task, _, origin = name.partition("+")
     given: dict[str, Any] = {"samples": count, "seed": seed, "micro_batch": BATCH, "max_length": LENGTH}
     samples = samples_of(task, "train")
@@ -144,7 +150,9 @@ def run_cell(
     """Every way that is not known yet; yields after each."""
     A, B = models
     task = name.partition("+")[0]
-    changes = [load_tuned(str(tuned(loaded, folder, task, steps)), loaded) for loaded in models]
+    ends = name.endswith(("+teacher", "+ends"))  # a source that answers has to know when to stop
+    found = tuned(A, folder, task, steps, ends), tuned(B, folder, task, steps)
+    changes = [load_tuned(str(path), loaded) for path, loaded in zip(found, models, strict=True)]
     test = samples_of(task, "test")
     test = test.take(range(0, len(test), max(1, len(test) // tested))[:tested])
     losses: dict[str, float] = {}
@@ -243,7 +251,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=HOME, help="where the folders of the models are")
     parser.add_argument("--pairs", nargs="+", type=lambda pair: tuple(pair.split(":")), default=PAIRS, metavar="A:B")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--samples", choices=("data", "teacher", "generated"), default="data", dest="origin")
+    parser.add_argument("--samples", choices=("data", "ends", "teacher", "generated"), default="data", dest="origin")
     parser.add_argument("--counts", nargs="+", type=int, default=(100,))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME")
