@@ -218,3 +218,26 @@ def test_few_tokens_of_a_wide_model_are_captured_in_one_pass(name: str, monkeypa
     pair.fit(capture, MapOptions(), {})
     assert len(seen) == 1
     assert seen[0] <= foretold
+
+
+def test_a_plan_counts_the_groups_of_the_real_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says how much memory for sums would spare the passes of all but one."""
+    A, B = LLAMA.model(32, 2, 0), LLAMA.model(48, 3, 1)
+    calibration = LLAMA.calibration(samples=8)
+    names = [name for name, _ in A.named_parameters() if "proj" in name]
+    tau = TaskVector({name: torch.ones_like(A.get_parameter(name)) for name in names})
+    seen: list[int] = []
+    real = whole.collect
+    monkeypatch.setattr(whole, "collect", lambda *given, **named: (seen.append(1), real(*given, **named))[1])
+
+    def passes(memory: int) -> tuple[Plan, int]:
+        job = Job(WholePair(A, B, calibration, work=Work(sums_memory=memory)), tau)
+        plan = plan_job(job, find("bico"), {}, scale=None)
+        seen.clear()
+        find("bico").move(job, {})
+        return plan, len(seen)
+
+    plan, captured = passes(1)
+    assert plan.groups == captured == 3
+    plan, captured = passes(plan.sums_bytes)
+    assert plan.groups == captured == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -57,6 +58,12 @@ class Screen(Reporter):
         table.add_row("will move", f"into {plan.pairs} of {plan.sites} linear layers of the target")
         away = f", and {_bytes(plan.device_bytes)} on the devices" if plan.device_bytes else ""
         table.add_row("memory", f"about {_bytes(plan.memory_bytes)}{away} at the peak")
+        if plan.groups > 1:
+            enough = math.ceil(plan.sums_bytes / 2**30)
+            table.add_row(
+                "passes",
+                f"{plan.groups} groups of layers, each by its own; with --statistics-memory {enough} all at once",
+            )
         for engine, size in plan.engines.items():
             verdict = "fits" if plan.fits(engine) else "does not fit"
             table.add_row(f"--engine {engine}", f"{_bytes(size)} on the device: {verdict} into {plan.limit:g} GB")

@@ -134,10 +134,7 @@ class WholePair(ModelPair):
         The pairs go in groups whose sums fit into the memory for them, each seen at every point of the capture.
         """
         pairs = self.wanted(left_out)
-        widest = max((p.element_size() for model in (self.source, self.target) for p in model.parameters()), default=4)
-        wide = 8 if self.exact else max(4, widest)
-        rows = self.calibration.tokens(capture.folds)
-        groups = list(_groups(pairs, self.work.sums_memory // wide, lambda pair: capture.numbers(pair, rows)))
+        groups = self.groups(pairs, capture)
         share, uncounted = self.share(), self.uncounted()
         suffix = f", {stage}" if stage else ""
         known = 0 if self._known(groups, capture) is None else len(capture.points) - 1
@@ -168,6 +165,26 @@ class WholePair(ModelPair):
                         finished.save(number, group, found, version)
                     yield version, found
                     del found, some
+
+    def groups(self, pairs: Sequence[Pair], capture: Capture) -> list[list[Pair]]:
+        """Those that are captured together: their sums fit into the memory for them; a block is never split."""
+        found: list[list[Pair]] = [[]]
+        left = self.work.sums_memory
+        for _, block in groupby(pairs, key=_block):
+            members = list(block)
+            size = self.sums_bytes(members, capture)
+            if found[-1] and size > left:
+                found.append([])
+                left = self.work.sums_memory
+            found[-1] += members
+            left -= size
+        return found
+
+    def sums_bytes(self, pairs: Sequence[Pair], capture: Capture) -> int:
+        """Of their sums, at most."""
+        widest = max((p.element_size() for model in (self.source, self.target) for p in model.parameters()), default=4)
+        rows = self.calibration.tokens(capture.folds)
+        return (8 if self.exact else max(4, widest)) * sum(capture.numbers(pair, rows) for pair in pairs)
 
     def _capture(
         self,
@@ -320,18 +337,3 @@ def _parts(sums: GroupSums, group: list[Pair], by_block: bool) -> Iterator[tuple
 
 def _block(pair: Pair) -> tuple[str, int | None]:
     return pair.target.stack, pair.target.block
-
-
-def _groups(pairs: list[Pair], most: int, numbers: Callable[[Pair], int]) -> Iterator[list[Pair]]:
-    """Pairs whose sums have at most so many numbers together; a block is never split, it shares inputs."""
-    group: list[Pair] = []
-    used = 0
-    for _, block in groupby(pairs, key=_block):
-        members = list(block)
-        size = sum(map(numbers, members))
-        if group and used + size > most:
-            yield group
-            group, used = [], 0
-        group.extend(members)
-        used += size
-    yield group

@@ -25,6 +25,8 @@ class Plan:
     stages: dict[str, float]  # seconds
     device_bytes: int = 0  # of all devices together at the peak, where models lie on some
     engines: dict[str, int] = field(default_factory=dict)  # the same by engine, where nothing but sizes is known
+    groups: int = 1  # of layers, each captured by passes of its own
+    sums_bytes: int = 0  # the memory for sums with which one group would do
     limit: float | None = None  # GB of the device that was asked about
 
     def fits(self, engine: str) -> bool:

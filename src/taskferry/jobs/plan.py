@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from taskferry.calibration.batch import Batch, Calibration
 from taskferry.engines.blocks import BlockPair
-from taskferry.engines.pair import ModelPair
+from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Side, collect
 from taskferry.fitting.models import device_of
 from taskferry.fitting.objectives import ForwardOnly
 from taskferry.fitting.scale import EVALUATIONS, copied_bytes
-from taskferry.fitting.statistics import Statistics
+from taskferry.fitting.statistics import BASE, Capture, Statistics
 from taskferry.jobs.block_plan import LIBRARIES, plan_blocks
 from taskferry.jobs.cost import Plan, apply_cost, map_bytes, resident, size, sums_bytes
 from taskferry.jobs.device_plan import on_device
@@ -63,6 +63,8 @@ def plan_job(
     cost, pairs = method_cost(job, method, own, scale), job.wanted
     if isinstance(job.pair, BlockPair):
         return _away(job, cost, plan_blocks(job.pair, pairs, cost))
+    if not isinstance(job.pair, WholePair):
+        raise TaskferryError(f"the engine '{job.pair.engine}' has no plan")
     trained = None if refinement is None else _trained(job, pairs, refinement)
     plan = plan_whole(job.pair, pairs, cost, trained)
     return plan if trained is not None else _away(job, cost, plan)
@@ -134,7 +136,7 @@ def _trained(job: Job, pairs: list[Pair], refinement: Refinement) -> _Trained:
     return _Trained(refinement.passes(samples, heads), min(refinement.size(heads), samples.samples), sum(learn))
 
 
-def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost, trained: _Trained | None = None) -> Plan:
+def plan_whole(pair: WholePair, pairs: list[Pair], cost: Cost, trained: _Trained | None = None) -> Plan:
     """From sizes, a trial and a second of measurement."""
     source, target = pair.source, pair.target
     machine = Machine.of(str(device_of(target)))
@@ -148,7 +150,10 @@ def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost, trained: _Trained
     seen = max(1, cost.captures)
     held = sum(sums_bytes(kind, seen * rows, a, b, cost.folds) for kind, rows, a, b in sums)
     memory = pair.work.sums_memory
-    groups = max(1, -(-held // memory))
+    capture = Capture(sums=cost.sums, folds=cost.folds, points=(BASE,) * (1 + cost.rough))
+    one, groups = pair.sums_bytes(pairs, capture), len(pair.groups(pairs, capture))
+    # Sums of one group stay for the second capture; those of several are made again.
+    again = 1.5 if groups > 1 and cost.rough else 1.0
     products = sum(rows * a * b for rows, a, b in maps)
     moving = sum(apply_cost(p.source.shape, p.target.shape) for p in pairs)
     passes = trial.seconds * trial.whole
@@ -173,8 +178,10 @@ def plan_whole(pair: ModelPair, pairs: list[Pair], cost: Cost, trained: _Trained
         weights_bytes=weights,
         memory_bytes=now if away else now + working,
         device_bytes=weights + working if away else 0,
+        groups=groups,
+        sums_bytes=one,
         stages={
-            "capture": cost.captures * (groups * passes + products / machine.product),
+            "capture": cost.captures * again * (groups * passes + products / machine.product),
             "solve": sum(machine.solving_seconds(cost, *each) for each in maps),
             "apply": (cost.rough + versions) * moving / machine.product,
             "hash": weights / machine.hashing,
