@@ -62,7 +62,7 @@ class Screen(Reporter):
             enough = math.ceil(plan.sums_bytes / 2**30)
             table.add_row(
                 "passes",
-                f"{plan.groups} groups of layers, each by its own; with --statistics-memory {enough} all at once",
+                f"in {plan.groups} groups of layers, each by its own; --statistics-memory {enough} takes all at once",
             )
         for engine, size in plan.engines.items():
             verdict = "fits" if plan.fits(engine) else "does not fit"
