@@ -21,6 +21,7 @@ LANGUAGE_ROWS = {
     "the default": "+ the default",
     "refined from the default, 30 steps": "+ the default and `--refine 30`: 30 training steps without labels",
     "refined, no move, 30 steps": "the same 30 steps from scratch (`--method cold --refine 30`)",
+    "refined, no move, 100 steps": "a hundred such steps from scratch (`--method cold --refine 100`)",
     "LoRA from scratch, labels, 30 steps": "a new LoRA, 30 steps on the same samples with their labels",
 }
 
@@ -38,7 +39,7 @@ def language_numbers(cells: dict[str, Any]) -> dict[str, str]:
     for prefix, pair in (("l", PAIR), ("r", PAIR[::-1])):
         cell = cells[" ".join(["trec", *pair, "100", "0"])]
         found |= {f"{prefix}_{name}": f"{cell[name]:.1f}" for name in ("target", "oracle")}
-        for name, way in zip(("bico", "default", "refined", "cold", "scratch"), LANGUAGE_ROWS, strict=True):
+        for name, way in zip(("bico", "default", "refined", "cold", "longer", "scratch"), LANGUAGE_ROWS, strict=True):
             found[f"{prefix}_{name}"] = f"{cell['ways'].get(way, {}).get('score', float('nan')):.1f}"
     return found
 
