@@ -170,18 +170,17 @@ def run_cell(
         known["target"], known["target loss"] = score(TaskVector({}), 1.0), losses["last"]
         known["source"] = score(changes[0].tau, 1.0, 0)
         known["oracle"], known["oracle loss"] = score(changes[1].tau, 1.0), losses["last"]
-        cost = json.loads((tuned(B, folder, task, steps) / "cost.json").read_text())
+        cost = json.loads((found[1] / "cost.json").read_text())
         known["oracle cpu"] = cost["cpu"]
     ready = known.setdefault("ways", {})
-    if all(way in ready and ready[way]["code"] == wanted[way].row.code for way in wanted):
+    if all(way.known(name, ready) for name, way in wanted.items()):
         return
     started = time.process_time()
     prepared = calibration_of(models, changes[0], name, count, seed)
     known["samples cpu"] = round(time.process_time() - started, 1)
     job = Job.of(A.model, B.model, changes[0].tau, prepared.calibration, prepared.objectives)
-    for _ in ways.run_ways(job, count, wanted, score, known.setdefault("ways", {})):
-        last = next(reversed(known["ways"]))
-        known["ways"][last]["loss"] = losses["last"]
+    for _ in ways.run_ways(job, count, wanted, score, ready):
+        ready[next(reversed(ready))]["loss"] = losses["last"]
         yield
 
 

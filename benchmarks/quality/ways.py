@@ -48,6 +48,10 @@ class Way:
             return "moved"
         return "refined" if self.method == "distil" else "few-shot"
 
+    def known(self, name: str, ways: dict[str, Any]) -> bool:
+        """Whether it was run with today's code."""
+        return name in ways and bool(ways[name]["code"] == self.row.code)
+
     @property
     def row(self) -> RowKind:
         """As tables know it, though most are in none."""
@@ -113,7 +117,7 @@ def run_ways(
     """
     starts: dict[str, tuple[TaskVector, float, tuple[float, float]]] = {}
     for name, way in wanted.items():
-        if name in ways and ways[name]["code"] == way.row.code:
+        if way.known(name, ways):
             continue
         ways.pop(name, None)  # what is made again stands last, as what is made first does
         job = Job.of(given.source, given.target, given.tau, given.calibration, given.pair.objectives)
