@@ -41,3 +41,14 @@ def test_one_sample_a_class_and_texts_without_classes() -> None:
     plain = samples(None, 5).in_folds(3)
     assert [sum(len(A) for A, _ in plain if A.fold == fold) for fold in range(3)] == [4, 4, 4]
     assert samples(None, 1, count=1).in_folds(2).folds == 1
+
+
+def test_the_first_part_alone_judges_where_it_has_enough() -> None:
+    """All samples stay in their parts; only what losses are taken on changes."""
+    given = samples([0, 1] * 6, 4)
+    both, one = given.in_folds(2, enough=7), given.in_folds(2, enough=6)
+    assert (both.judged, one.judged) == (2, 1)
+    assert [(A.ids, A.fold) for A, _ in both] == [(A.ids, A.fold) for A, _ in one]
+    assert [i for B in one.judging(1)[0] for i in B.ids] == [i for A, _ in both if A.fold == 0 for i in A.ids]
+    assert [i for batches in both.judging(2) for B in batches for i in B.ids] == [i for A, _ in both for i in A.ids]
+    assert one.identity() == both.identity()

@@ -295,3 +295,29 @@ def test_empty_sums_are_of_the_same_kind() -> None:
     assert nothing.rows == 0
     found = Whitened.from_state(90, 120, sums.state(), nothing.directions)
     assert found.solve()[1].rank == sums.solve()[1].rank == 20
+
+
+def test_second_moments_are_summed_below_the_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In strips, which do not divide the width: what is read is the whole matrix, and so is the map."""
+    monkeypatch.setattr("taskferry.maths.decompositions.STRIP", 5)
+    X_A, X_B = (rows(200, d, seed, steep=0.1).float() for seed, d in enumerate((12, 13)))
+    sums, whole, parts = Whitened(12, 13), Whitened(12, 13), [Whitened(12, 13), Whitened(12, 13)]
+    for start in range(0, 200, 50):
+        sums.add(X_A[start : start + 50], X_B[start : start + 50])
+        parts[start // 100].add(X_A[start : start + 50], X_B[start : start + 50])
+    monkeypatch.setattr("taskferry.maths.decompositions.STRIP", 512)
+    whole.add(X_A, X_B)
+    assert sums.A is not None
+    assert relative(sums.A, unit(X_A).T @ unit(X_A)) > 0.01  # half of it alone is summed
+    stored = Whitened.from_state(12, 13, {name: S.clone() for name, S in sums.state().items()})
+    total = sums.empty()
+    total.total_of(parts)
+    R, quality = whole.solve()
+    monkeypatch.setattr("taskferry.maths.decompositions.STRIP", 5)
+    for some in (sums, stored, total):
+        found, its = some.solve()
+        assert relative(found.dense(), R.dense()) < 1e-4
+        assert its.similarity == pytest.approx(quality.similarity, rel=1e-4)
+        assert some.A is not None
+        assert relative(some.A, unit(X_A).T @ unit(X_A)) < 1e-5
+    assert relative(sums.ready().matrix(), whole.ready().matrix()) < 1e-4

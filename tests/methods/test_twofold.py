@@ -386,6 +386,32 @@ def test_what_judges_a_fold_was_fitted_without_it() -> None:
         assert relative(flat(judged) / judged.norm(), flat(moved.tau) / moved.tau.norm()) > 0.01
 
 
+@pytest.mark.parametrize("halfway", [0.0, 0.5])
+def test_one_half_judges_where_it_has_samples_enough(halfway: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale is then chosen on the first half, by maps of the second alone; what moves is by maps of both."""
+    given = helpful()
+    both = run("twofold", given, halfway=halfway)
+    assert len(both.without) == 2
+    monkeypatch.setattr("taskferry.methods.registry.FEW", given.calibration.samples // 2)
+    one = run("twofold", given, halfway=halfway)
+    assert one.curve is not None
+    assert both.curve is not None
+    assert len(one.without) == len(one.curve.folds) == 1
+    if not halfway:  # with it, the halfway point rests on the scale
+        assert relative(flat(one.tau) / one.curve.best, flat(both.tau) / both.curve.best) < 1e-6
+        assert relative(flat(one.without[0]) / one.curve.best, flat(both.without[0]) / both.curve.best) < 1e-6
+    folded = given.in_folds()
+    assert folded.calibration.judged == folded.judged == given.judged == 1
+    assert not folded.few
+    first = Calibration((replace(A, judges=True), replace(B, judges=True)) for A, B in folded.calibration if A.fold == 0)
+    assert [B.ids for B in first.side(1)] == [B.ids for B in folded.calibration.judging(1)[0]]
+    loss = given.pair.objectives[1].bind(given.target, given.calibration.side(1))
+    with moved_by(given.target, one.without[0]) as at:
+        for scale, found in ((0.0, one.curve.loss(0.0)), (1.0, one.curve.loss(one.curve.best))):
+            at(scale)
+            assert calibration_loss(given.target, loss, first.side(1)) == pytest.approx(found, rel=1e-6)
+
+
 def test_few_samples_choose_one_scale_of_at_most_one(monkeypatch: pytest.MonkeyPatch) -> None:
     given = helpful()
     assert not given.few

@@ -32,7 +32,7 @@ class Batch:
     spans: Mapping[str, Tensor] = field(default_factory=dict)  # stream -> [n, L, 2] character offsets
     number: int | None = None  # its place in a calibration set
     fold: int = 0  # the part of the samples that it belongs to: what is fitted without a part is judged on it
-    judges: bool = True  # whether losses are taken on it; augmented views only make maps
+    judges: bool = True  # whether losses are taken on it; augmented views only make maps, and so may a whole part
     texts: int = 1  # rows of the inputs that make one sample, one behind the other: an anchor and its positive
 
     def __len__(self) -> int:
@@ -138,12 +138,25 @@ class Calibration:
         """Into how many parts its samples are split."""
         return 1 + max(A.fold for A, _ in self.pairs)
 
-    def in_folds(self, folds: int) -> Calibration:
+    @property
+    def judged(self) -> int:
+        """How many parts are judged on: the first ones, or all."""
+        return len({B.fold for _, B in self.pairs if B.judges})
+
+    def in_folds(self, folds: int, enough: int | None = None) -> Calibration:
         """The same samples in so many parts of one size, each class spread over them; at most a sample each.
 
         One part stands behind the other: no micro-batch lies in two, and how samples were cut does not matter. Where
         samples are each other's candidates, micro-batches stay whole, unless there are fewer of them than parts.
+        Each part is judged on, by what is fitted without it; the first alone, where it has `enough` samples.
         """
+        cut = self._cut(folds)
+        if enough is None or sum(len(B) for _, B in cut.pairs if B.fold == 0) < enough:
+            return cut
+        pairs = [(replace(A, judges=A.fold == 0), replace(B, judges=B.fold == 0)) for A, B in cut.pairs]
+        return Calibration(pairs, cut.tokenizers)
+
+    def _cut(self, folds: int) -> Calibration:
         if any(A.texts > 1 for A, _ in self.pairs):
             return self._whole_in_folds(folds)
         folds = min(folds, self.samples)

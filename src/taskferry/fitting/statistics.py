@@ -44,7 +44,8 @@ class Capture:
     points: tuple[Point, ...] = (BASE,)
     identity: Literal["inputs", "outputs"] | None = None  # a side whose coordinates stay as they are
     again: bool = False  # whether another capture will add a point to this one: its sums stay where they fit
-    folds: int = 1  # the parts that the samples are in: above one, the last capture has maps without each as well
+    folds: int = 1  # the parts that the samples are in
+    judged: int | None = None  # the first of them, or all: the last capture has maps without each of these as well
 
     @property
     def backward(self) -> bool:
@@ -53,8 +54,8 @@ class Capture:
 
     @property
     def versions(self) -> int:
-        """Of every map: of all samples, then without each fold."""
-        return 1 if self.again or self.folds == 1 else 1 + self.folds
+        """Of every map: of all samples, then without each fold that is judged on."""
+        return 1 if self.again or self.folds == 1 else 1 + (self.folds if self.judged is None else self.judged)
 
     def numbers(self, pair: Pair, rows: int | None = None) -> int:
         """Of the sums of a pair, at most; with so many rows of a fold at each point, where that is known."""
@@ -74,8 +75,8 @@ class Capture:
 
     def key(self) -> str:
         """The same for captures that see the same."""
-        what = (self.inputs, self.outputs, self.sums.__name__, self.directions, self.identity, self.folds, self.again)
-        digest = hashlib.sha256(repr(what).encode())
+        what = (self.inputs, self.outputs, self.sums.__name__, self.directions, self.identity)
+        digest = hashlib.sha256(repr((*what, self.folds, self.judged, self.again)).encode())
         for point in self.points:
             for side, tau in (("source", point.source), ("target", point.target)):
                 for name, delta in tau.deltas.items():
@@ -129,7 +130,7 @@ class Statistics(Paired[CrossCovariance]):
         return self.parts[batch.fold] if self.parts else self
 
     def versions(self, capture: Capture) -> list[Statistics]:
-        """As many as a capture asks for: of all samples, then without each fold.
+        """As many as a capture asks for: of all samples, then without each fold that is judged on.
 
         Where a second point will be added, the maps only say how far the first goes: plain ones do as well for that.
         """
@@ -138,7 +139,7 @@ class Statistics(Paired[CrossCovariance]):
             whole = replace(whole, outputs={name: sums.plain() for name, sums in whole.outputs.items()})
         if not self.parts or capture.versions == 1:
             return [whole]
-        left = [[part for part in self.parts if part is not out] for out in self.parts]
+        left = [[part for part in self.parts if part is not out] for out in self.parts[: capture.judged]]
         return [whole, *(some[0] if len(some) == 1 else _total(some) for some in left)]
 
     def start(self, inputs: bool, site: str, d_A: int, d_B: int) -> CrossCovariance:  # noqa: ARG002

@@ -62,7 +62,6 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], cost: Cost) -> Plan:
     stored = [(sum(some) + out) * bits // wide for some, out in zip(sizes, outer, strict=True)]
     block_A, block_B = max(sizes[0]), max(sizes[1])
     points = max(1, min(2, cost.captures))
-    versions = cost.folds + (cost.folds > 1)
     edges = points * 4 * tokens * sum(widths)
     shapes = [(p.source.shape, p.target.shape) for p in max(groups.values(), key=len)]
     held = 4 * batch * sum(a[0] + a[1] for a, _ in shapes)
@@ -73,12 +72,12 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], cost: Cost) -> Plan:
         for some in maps.values()
         for shape in some[side]
     )
-    runs = cost.folds * (ROUND if cost.evaluations > 2 else 2)
+    runs = max(1, cost.judged) * (ROUND if cost.evaluations > 2 else 2)
     peak = max(
         block_A + block_B + edges + held + graph + largest,  # capture
         edges + largest + solved + workspace,  # solve
         # Apply, with the shard that is written; the sums wait for those without a fold.
-        edges + largest * (versions > 1) + solved + block_A + 2 * block_B,
+        edges + largest * (cost.versions > 1) + solved + block_A + 2 * block_B,
         max(outer) + edges + 12 * batch * max(_vocabulary(lazy) for lazy in pair.lazy),  # loss
         outer[1] + 2 * block_B + runs * 4 * tokens // cost.folds * widths[1] + graph,  # several scales at once
     )
@@ -88,7 +87,7 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], cost: Cost) -> Plan:
         "forward": cost.captures * (2 * sum(stored) / READING + 3 * sum(flops) / speed),
         "capture": cost.captures * sum(tokens * a * b for a, b in every) / machine.product,
         "solve": sum(machine.solving_seconds(cost, tokens, *shape) for shape in every),
-        "apply": (cost.rough + versions)
+        "apply": (cost.rough + cost.versions)
         * sum(apply_cost(p.source.shape, p.target.shape) for p in pairs)
         / machine.product,
         "scale": walks * stored[1] / READING + cost.evaluations * flops[1] / speed,

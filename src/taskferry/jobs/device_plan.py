@@ -147,7 +147,7 @@ class _Sizes:
 
     def changes(self) -> int:
         """The change itself where the maps lie, and what was moved by each version of them."""
-        versions = self.cost.folds + (self.cost.folds > 1)
+        versions = self.cost.versions
         deltas = [self.job.tau.deltas[p.source.weight] for p in self.pairs if p.source.weight in self.job.tau.deltas]
         if all(isinstance(delta, LowRank) for delta in deltas):
             ranks = [delta.rank if isinstance(delta, LowRank) else 0 for delta in deltas]
@@ -159,12 +159,11 @@ class _Sizes:
         """Both models, and the worst of capture, solving and trying scales."""
         cost, A, B = self.cost, self.passes.source, self.passes.target
         kinds = self.kinds(self.pairs)
-        versions = cost.folds + (cost.folds > 1)
         every, memory = self.sums(kinds), self.job.pair.work.sums_memory
         sums, groups = min(every, memory), max(1, -(-every // memory))
         maps, workspace = self.maps(kinds), self.workspace(kinds)
         # Maps without a fold are let go with their block, or with their group.
-        passing = 0 if versions == 1 else self.maps(self.kinds(self.one)) if groups == 1 else maps // groups
+        passing = 0 if cost.versions == 1 else self.maps(self.kinds(self.one)) if groups == 1 else maps // groups
         used = len({(pair.source.stack, pair.source.block) for pair in self.pairs})
         depth_A, depth_B = (len(blocks) for blocks in self.blocks)
         # Blocks of the source that no pair takes from hold no rows; their graph is there.
@@ -203,7 +202,7 @@ class _Sizes:
             block_A + block_B + state + sums + max(A.most, A.backward + B.most),
             state + sums + self.maps(kinds) + self.workspace(kinds),
             points * (sum(edges) + sum(calls)) + max(walks[:2]),
-            scales * (edges[1] + calls[1]) + walks[2],
+            scales * (edges[1] + calls[1]) * max(1, cost.judged) // cost.folds + walks[2],
         )
         return self.changes() + peak
 

@@ -57,11 +57,8 @@ class Machine:
         block = bytes(2**24)
         return len(block) / _seconds(lambda: hashlib.sha256(block).digest())
 
-    def solve_seconds(self, tokens: int, d_A: int, d_B: int, folds: int = 1, directions: int = 0) -> float:
-        """One map of so many tokens, by the solver that would be chosen; and those without each of the folds."""
-        if folds > 1:
-            left = self.solve_seconds(tokens * (folds - 1) // folds, d_A, d_B, directions=directions)
-            return self.solve_seconds(tokens, d_A, d_B, directions=directions) + folds * left
+    def solve_seconds(self, tokens: int, d_A: int, d_B: int, directions: int = 0) -> float:
+        """One map of so many tokens, by the solver that would be chosen."""
         n, m = min(d_A, d_B), max(d_A, d_B)
         if tokens * (d_A + d_B) <= d_A * d_B:
             wider = max(0, d_A + d_B - 4 * tokens) * tokens * tokens
@@ -75,8 +72,11 @@ class Machine:
     def solving_seconds(self, cost: Cost, tokens: int, d_A: int, d_B: int) -> float:
         """One map by a method: rough ones on the way, then that of the rows of all captures."""
         rows = max(1, cost.captures) * tokens
-        rough = cost.rough * self.solve_seconds(tokens, d_A, d_B, directions=cost.directions)
-        return rough + cost.solves * self.solve_seconds(rows, d_A, d_B, cost.folds, cost.directions)
+        seconds = self.solve_seconds(rows, d_A, d_B, cost.directions)
+        if cost.judged:
+            left = rows * (cost.folds - 1) // cost.folds
+            seconds += cost.judged * self.solve_seconds(left, d_A, d_B, cost.directions)
+        return cost.rough * self.solve_seconds(tokens, d_A, d_B, cost.directions) + cost.solves * seconds
 
     def _power_law(self, sizes: Sequence[int], measure: Callable[[int], float], n: int) -> float:
         """Through the two measured sizes next to n, or the two largest; never steeper than a cube."""

@@ -90,8 +90,10 @@ def method_cost(job: Job, method: Method, own: Mapping[str, Any], scale: float |
     """With the losses that a scale takes."""
     cost = method.cost(job, own)
     looked_at = EVALUATIONS if scale == "auto" and cost.evaluations == 0 else 2 if scale is not None else 0
-    folds = FOLDS if scale == "auto" and method.needs.maps else cost.folds
-    return replace(cost, evaluations=cost.evaluations + looked_at, folds=folds)
+    if scale != "auto" or not method.needs.maps:
+        return replace(cost, evaluations=cost.evaluations + looked_at)
+    judged = job.judged
+    return replace(cost, evaluations=cost.evaluations + looked_at * judged / FOLDS, folds=FOLDS, judged=judged)
 
 
 def plan_sizes(
@@ -146,11 +148,10 @@ def plan_whole(pair: WholePair, pairs: list[Pair], cost: Cost, trained: _Trained
     sums = [(kind, round(S.rows * trial.whole), S.d_A, S.d_B) for kind, some in sides for S in some.values()]
     maps = [(rows, a, b) for _, rows, a, b in sums]
     weights = sum(p.numel() * p.element_size() for model in (source, target) for p in model.parameters())
-    versions = cost.folds + (cost.folds > 1)
     seen = max(1, cost.captures)
     held = sum(sums_bytes(kind, seen * rows, a, b, cost.folds) for kind, rows, a, b in sums)
     memory = pair.work.sums_memory
-    capture = Capture(sums=cost.sums, folds=cost.folds, points=(BASE,) * (1 + cost.rough))
+    capture = Capture(sums=cost.sums, folds=cost.folds, judged=cost.judged, points=(BASE,) * (1 + cost.rough))
     one, groups = pair.sums_bytes(pairs, capture), len(pair.groups(pairs, capture))
     # Sums of one group stay for the second capture; those of several are made again.
     again = 1.5 if groups > 1 and cost.rough else 1.0
@@ -183,7 +184,7 @@ def plan_whole(pair: WholePair, pairs: list[Pair], cost: Cost, trained: _Trained
         stages={
             "capture": cost.captures * again * (groups * passes + products / machine.product),
             "solve": sum(machine.solving_seconds(cost, *each) for each in maps),
-            "apply": (cost.rough + versions) * moving / machine.product,
+            "apply": (cost.rough + cost.versions) * moving / machine.product,
             "hash": weights / machine.hashing,
             "scale": cost.evaluations * 0.25 * passes,  # a forward pass of the target: half of its half
             # Forward, and back to both inputs and weights.

@@ -12,13 +12,14 @@ Pure functions of tensors. The leading dimensions are a batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 Solver = Literal["auto", "svd", "eigh", "products"]
-STRIP = 768  # rows of a Gram matrix made at once: below the diagonal nothing is computed twice
+STRIP = 512  # columns of a symmetric matrix made at once: above the diagonal strips nothing is computed
 
 
 def choose_solver(C: Tensor, full: bool) -> Solver:
@@ -71,7 +72,24 @@ def gram(C: Tensor) -> Tensor:
     if n <= STRIP:
         return C @ C.mT
     G = C.new_zeros(*C.shape[:-1], n)
-    for start in range(0, n, STRIP):
-        stop = min(start + STRIP, n)
+    for start, stop in strips(n):
         G[..., start:, start:stop] = C[..., start:, :] @ C[..., start:stop, :].mT
     return G
+
+
+def add_gram(G: Tensor, X: Tensor) -> None:
+    """Xᵀ X added to the lower triangle of G [d, d], strip by strip, for rows X [M, d]."""
+    for start, stop in strips(G.shape[0]):
+        G[start:, start:stop].addmm_(X[:, start:].T, X[:, start:stop])
+
+
+def mirrored(G: Tensor) -> Tensor:
+    """G itself, with what stands above its diagonal strips set to what stands below them."""
+    for start, stop in strips(G.shape[0]):
+        G[start:stop, stop:] = G[stop:, start:stop].T
+    return G
+
+
+def strips(n: int) -> Iterator[tuple[int, int]]:
+    """The columns of each strip of a symmetric matrix, which lie below its first row."""
+    return ((start, min(start + STRIP, n)) for start in range(0, n, STRIP))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
 from taskferry.errors import TaskferryError
+from taskferry.maths.decompositions import add_gram
 from taskferry.maths.precision import full_precision
 from taskferry.maths.procrustes import (
     NOT_FINITE,
@@ -291,6 +292,8 @@ class CrossCovariance:
                     setattr(self, name, made[name])
                 elif self.exact:
                     total.add_(made[name])
+                elif name != "C":  # a second moment is symmetric: its lower triangle is enough
+                    add_gram(total, X)
                 else:
                     total.addmm_(X.T, Y)  # one call a micro-batch, no temporary
             del self._pending[0]

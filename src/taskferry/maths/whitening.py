@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from taskferry.choices import RankPolicy
-from taskferry.maths.decompositions import by_eigh
-from taskferry.maths.procrustes import Map, check_finite, partial_isometry
+from taskferry.maths.decompositions import by_eigh, mirrored
+from taskferry.maths.procrustes import Map, check_finite, is_finite, partial_isometry
 from taskferry.maths.subspace import is_wide, products, spans
 from taskferry.maths.sums import CrossCovariance, Quality
 
@@ -73,15 +73,15 @@ class Whitened(UnitRows):
         """The map of the whitened rows, each side decomposed once, for whitening and map."""
         if rank == "full" or not self.rows:
             return super()._solve(rank, tolerance, factored)
-        sides = self._rows() if self.C is None else tuple(getattr(self, name) for name in ("A", "B", "C"))
-        check_finite(*sides)
-        if self.C is not None:
-            U, sigma, V, energies = of_narrowed_moments(*sides, most=self.directions)
+        given = self._moments() or self._rows()
+        check_finite(*given)
+        if len(given) == 3:
+            U, sigma, V, energies = of_narrowed_moments(*given, most=self.directions)
         elif self.rows > self.directions and is_wide(max(self.d_A, self.d_B), self.directions):
-            U, sigma, V, energies = of_narrowed_rows(*sides, most=self.directions)
+            U, sigma, V, energies = of_narrowed_rows(*given, most=self.directions)
         else:
-            U, sigma, V, energies = of_whitened_rows(*sides)
-        dtype = sides[0].dtype
+            U, sigma, V, energies = of_whitened_rows(*given)
+        dtype = given[0].dtype
         R, spectrum = partial_isometry(U, sigma, V, rank=rank, tolerance=tolerance, dtype=dtype, factored=factored)
         return R, CrossCovariance(self.d_A, self.d_B, self.rows, *energies)._quality(spectrum)
 
@@ -95,14 +95,21 @@ class Whitened(UnitRows):
         plain = CrossCovariance(self.d_A, self.d_B)
         if self.C is None and self._pending and self.rows:
             X_A, X_B = self._rows()
-            finite = bool(torch.isfinite(X_A).all() and torch.isfinite(X_B).all())
+            finite = is_finite(X_A) and is_finite(X_B)
             plain.add(*((whiten_rows(X_A), whiten_rows(X_B)) if finite else (X_A, X_B)))
-        elif self.C is not None and self.A is not None and self.B is not None:
-            plain.rows, plain.C = self.rows, self.C
-            if all(bool(torch.isfinite(S).all()) for S in (self.A, self.B)):
-                (W_A, plain.energy_A), (W_B, plain.energy_B) = inverse_root(self.A), inverse_root(self.B)
-                plain.C = (W_A @ self.C.double() @ W_B).to(self.C.dtype)
+        elif (moments := self._moments()) is not None:
+            A, B, C = moments
+            plain.rows, plain.C = self.rows, C
+            if is_finite(A) and is_finite(B):
+                (W_A, plain.energy_A), (W_B, plain.energy_B) = inverse_root(A), inverse_root(B)
+                plain.C = (W_A @ C.double() @ W_B).to(C.dtype)
         return plain
+
+    def _moments(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """A, B and C, where rows are no longer kept: the second moments are summed below the diagonal alone."""
+        if self.A is None or self.B is None or self.C is None:
+            return None
+        return mirrored(self.A), mirrored(self.B), self.C
 
     def _sides(self, X_A: Tensor, X_B: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """With those of the second moments."""

@@ -37,7 +37,7 @@ from taskferry.taskvector import TaskVector
 
 STANDARD = "standard"  # effort: a method's own defaults
 FOLDS = 2
-FEW = 50  # samples: with fewer no scale above the paper's 1 is tried, and no more than one scale is chosen
+FEW = 50  # samples: with fewer no scale above the paper's 1 is tried; where half of them are more, one half judges
 MapRank = Annotated[RankPolicy, "directions kept: those the samples show, or all"]
 Tolerance = Annotated[float, "smallest singular value kept, relative to the largest"]
 
@@ -93,7 +93,12 @@ class Job:
         """With the samples in folds: whatever is chosen is then judged on samples that did not make the maps."""
         if self.calibration.folds > 1:
             return self
-        return replace(self, pair=self.pair.with_calibration(self.calibration.in_folds(FOLDS)))
+        return replace(self, pair=self.pair.with_calibration(self.calibration.in_folds(FOLDS, enough=FEW)))
+
+    @property
+    def judged(self) -> int:
+        """How many of the folds a scale is chosen on."""
+        return self.in_folds().calibration.judged
 
     @property
     def still(self) -> dict[str, str]:
@@ -109,7 +114,7 @@ class Job:
         self, capture: Capture, maps: MapOptions, stage: str = "", left_out: Mapping[str, str] | None = None
     ) -> Moved:
         """Fit what is needed, and move the task vector. `left_out`: target sites that stay, with the reason."""
-        capture = replace(capture, folds=self.calibration.folds)
+        capture = replace(capture, folds=self.calibration.folds, judged=self.calibration.judged)
         return self.pair.move(self.tau, capture, maps, {**self.still, **(left_out or {})}, stage)
 
     def losses(self, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[float]:
@@ -183,11 +188,17 @@ class Cost:
 
     captures: int = 0  # each adds rows to the sums, those of augmented views as well
     solves: int = 0  # of the maps of all rows, in units of a plain one
-    evaluations: int = 0  # of the target's loss, in forward passes
-    folds: int = 1  # of the samples: every map is solved without each of them as well
+    evaluations: float = 0  # of the target's loss, in forward passes over all samples
+    folds: int = 1  # of the samples
+    judged: int = 0  # folds that losses are taken on: every map is solved without each of them as well
     rough: int = 0  # plain maps of one capture that are solved on the way
     sums: type[CrossCovariance] = CrossCovariance  # of the output side
     directions: int = 0  # the most that a map of wide spaces has; 0: as many as there are
+
+    @property
+    def versions(self) -> int:
+        """Of every map: of all samples, then without each fold that is judged on."""
+        return 1 + self.judged
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ def costs(job: Job, *, halfway: float, views: int, whiten: bool, directions: int
     inputs = 1 if naming_head(job) is None else 1 + views
     captures = 1 + (halfway > 0)
     looked_at = (len(START) - 1 if halfway else 0) + EVALUATIONS  # the untouched target once
-    return Cost(captures * inputs, solves, looked_at, FOLDS, captures - 1, sums, directions)
+    judged = job.judged
+    return Cost(captures * inputs, solves, looked_at * judged / FOLDS, FOLDS, judged, captures - 1, sums, directions)
 
 
 @method(
@@ -86,7 +87,7 @@ def twofold(
     moved, point = job.move(replace(capture, again=again), maps, "base", sites), 1
     # Where halfway is need not be known well, and nothing else rests on it: by the maps of all samples.
     curve = job.best_scale(
-        job.calibration.folds * moved.judged if again else moved.judged, rounds=0 if again else ROUNDS
+        job.calibration.judged * moved.judged if again else moved.judged, rounds=0 if again else ROUNDS
     )
     if again and curve.helps:
         both = (BASE, Point(halfway * job.tau, halfway * curve.best * moved.tau))
