@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -52,3 +54,14 @@ def test_the_first_part_alone_judges_where_it_has_enough() -> None:
     assert [i for B in one.judging(1)[0] for i in B.ids] == [i for A, _ in both if A.fold == 0 for i in A.ids]
     assert [i for batches in both.judging(2) for B in batches for i in B.ids] == [i for A, _ in both for i in A.ids]
     assert one.identity() == both.identity()
+    shares = one.judging(2)  # of the one part, which may say otherwise
+    assert sorted(i for B in (*shares[0], *shares[1]) for i in B.ids) == sorted(
+        i for B in one.judging(1)[0] for i in B.ids
+    )
+    assert all(shares)
+    assert samples([0, 1, 2, 3] * 3, 4).in_folds(2, enough=6).judged == 2  # less than two of each class
+    some = Calibration(
+        (replace(A, judges=i == 0), replace(B, judges=i == 0)) for i, (A, B) in enumerate(samples(None, 4))
+    )
+    assert some.in_folds(2, enough=3).judged == 2  # what does not judge does not count
+    assert [i for B in some.in_folds(2, enough=2).judging(1)[0] for i in B.ids] == [0, 2]

@@ -148,20 +148,29 @@ class Calibration:
 
         One part stands behind the other: no micro-batch lies in two, and how samples were cut does not matter. Where
         samples are each other's candidates, micro-batches stay whole, unless there are fewer of them than parts.
-        Each part is judged on, by what is fitted without it; the first alone, where it has `enough` samples.
+        Each part is judged on, by what is fitted without it; the first alone, where all have `enough` samples, and two
+        for each class.
         """
         cut = self._cut(folds)
-        if enough is None or sum(len(B) for _, B in cut.pairs if B.fold == 0) < enough:
+        sizes = [sum(map(len, batches)) for batches in cut.judging(cut.folds)]
+        if enough is None or min(sizes) < max(enough, 2 * len(set(self._classes()))):
             return cut
-        pairs = [(replace(A, judges=A.fold == 0), replace(B, judges=B.fold == 0)) for A, B in cut.pairs]
+        pairs = [
+            (replace(A, judges=A.judges and A.fold == 0), replace(B, judges=B.judges and B.fold == 0))
+            for A, B in cut.pairs
+        ]
         return Calibration(pairs, cut.tokenizers)
+
+    def _classes(self) -> list[int]:
+        """Of each sample; all the same where there are none."""
+        labels = self.labels
+        return [0] * self.samples if labels is None or labels.ndim > 1 else labels.tolist()
 
     def _cut(self, folds: int) -> Calibration:
         if any(A.texts > 1 for A, _ in self.pairs):
             return self._whole_in_folds(folds)
         folds = min(folds, self.samples)
-        labels = self.labels
-        kinds = [0] * self.samples if labels is None or labels.ndim > 1 else labels.tolist()
+        kinds = self._classes()
         fold_of = [0] * self.samples
         for place, sample in enumerate(sorted(range(self.samples), key=lambda i: (kinds[i], i))):
             fold_of[sample] = place % folds
@@ -187,8 +196,10 @@ class Calibration:
         return Calibration(sorted(placed, key=lambda pair: pair[0].fold), self.tokenizers)
 
     def judging(self, folds: int) -> list[list[Batch]]:
-        """The target's micro-batches that losses are taken on: of each part, or all of them as one."""
+        """The target's micro-batches that losses are taken on: of each part, all as one, or so many shares of one."""
         batches = [B for _, B in self.pairs if B.judges]
+        if self.judged == 1:
+            return [batches[share::folds] for share in range(folds)]
         return [batches] if folds == 1 else [[B for B in batches if B.fold == fold] for fold in range(folds)]
 
     def with_labels(self, labels: Tensor) -> Calibration:

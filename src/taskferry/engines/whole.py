@@ -256,7 +256,7 @@ class WholePair(ModelPair):
         folds = self.calibration.judging(len(changes))
         if not isinstance(self.objectives[1], LanguageModel):
             return None
-        known = Answers.of(self.target, [batch for batches in folds for batch in batches])
+        known = Answers.of(self.target, self.calibration.side(1))  # what is answered, though a part of them judges
         if known is None:
             return None
         found, place = (replace(known), replace(known)), place_of(self.target)

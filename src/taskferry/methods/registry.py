@@ -37,7 +37,7 @@ from taskferry.taskvector import TaskVector
 
 STANDARD = "standard"  # effort: a method's own defaults
 FOLDS = 2
-FEW = 50  # samples: with fewer no scale above the paper's 1 is tried; where half of them are more, one half judges
+FEW = 50  # samples: with fewer no scale above the paper's 1 is tried; where half of them are as many, one half judges
 MapRank = Annotated[RankPolicy, "directions kept: those the samples show, or all"]
 Tolerance = Annotated[float, "smallest singular value kept, relative to the largest"]
 
@@ -122,7 +122,12 @@ class Job:
         return [self.mean(folds) for folds in self.pair.losses(changes, scales)]
 
     def best_scale(self, changes: Sequence[TaskVector], rounds: int = ROUNDS) -> ScaleCurve:
-        """The scale with the lowest loss; `changes` are `Moved.judged`. The untouched target is looked at once."""
+        """The scale with the lowest loss; `changes` are `Moved.judged`. The untouched target is looked at once.
+
+        One part that is judged on is taken in two shares, of which one may say otherwise.
+        """
+        if len(changes) == 1 and self.calibration.folds > 1:
+            changes = [*changes] * min(FOLDS, len(self.calibration.judging(1)[0]))
         before = self.pair.untouched.get(len(changes))
         known: dict[float, list[float]] = {} if before is None else {0.0: before}
 
