@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from taskferry import LanguageModel, evaluate
+from taskferry import Calibration, LanguageModel, TaskVector, evaluate
 from taskferry.calibration.batch import IGNORED, Batch
+from taskferry.engines.whole import WholePair
 from taskferry.fitting.answers import Answers
 from taskferry.fitting.language import predicted
 from tests.helpers import folders, tiny
@@ -93,6 +95,23 @@ def test_free_answers_have_no_set_and_texts_no_answer() -> None:
              for b in batches]  # fmt: skip
     assert Answers.of(given, texts) is None
     assert evaluate(given, texts, LanguageModel()).exact is None
+
+
+def test_the_set_is_that_of_all_samples_though_a_part_judges() -> None:
+    """Every other sample has the third answer: the half that judges lacks it, and is scored among all three."""
+    mixed = []
+    for number, batch in enumerate(asked(24)):
+        order = [0, 2, 1, 5, 3, 2, 4, 5]  # of two answers, with the third between them
+        mixed.append(replace(batch.take(order), ids=tuple(range(8 * number, 8 * number + 8))))
+    pair = WholePair(model(0), model(1), Calibration(zip(mixed, mixed, strict=True)))
+    folded = pair.with_calibration(pair.calibration.in_folds(2, enough=16))
+    assert folded.calibration.judged == 1
+    found = folded.answers([TaskVector({})])
+    assert found is not None
+    for counts in found:
+        assert counts.choices is not None
+        assert counts.choices.tolist() == [5, 7, 11]
+        assert counts.samples == 16
 
 
 def test_evaluate_and_the_verdict_say_them(tmp_path: Path) -> None:
