@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
 from typing import Any
 
 from benchmarks.shared import common
@@ -26,43 +26,62 @@ LANGUAGE_ROWS = {
 }
 
 
-def language_cells(cells: dict[str, Any]) -> dict[str, Any]:
-    """Pairs and tasks with 100 labelled samples in which every row of the README's table but BiCo's was run."""
+def language_places(cells: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Pairs and tasks with 100 labelled samples in which every row of the README's table but BiCo's was run: draws."""
     rows = set(LANGUAGE_ROWS) - {BESIDE}
-    labelled = {key: cell for key, cell in cells.items() if "+" not in key and key.split()[3:4] == ["100"]}
-    return {key: labelled[key] for key in sorted(labelled, reverse=True) if rows <= set(labelled[key].get("ways", {}))}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for key in sorted(cells):
+        task, *pair, count = key.split()[:-1] or ("", "")
+        if pair and "+" not in task and count == "100":
+            found.setdefault(" ".join((task, *pair)), []).append(cells[key])
+    return {
+        place: found[place]
+        for place in sorted(found, reverse=True)
+        if rows <= {name for cell in found[place] for name in cell.get("ways", {})}
+    }
+
+
+def of_draws(draws: list[dict[str, Any]], way: str) -> tuple[list[float], list[float]]:
+    """Right answers and CPU-seconds of a way, in each draw that it was run in."""
+    run = [cell["ways"][way] for cell in draws if "score" in cell["ways"].get(way, {})]
+    return [each["score"] for each in run], [each["cpu"] for each in run]
+
+
+def shown(scores: list[float], costs: list[float] | None = None) -> str:
+    """Mean and spread, or the one draw that there is; in brackets what it took."""
+    if not scores:
+        return ""
+    return common.mean_spread(scores) + (f" ({statistics.mean(costs):.0f})" if costs else "")
 
 
 def language_numbers(cells: dict[str, Any]) -> dict[str, str]:
     """Right answers of both directions between the two smallest models, for the text of the findings."""
     found = {}
     for prefix, pair in (("l", PAIR), ("r", PAIR[::-1])):
-        cell = cells[" ".join(["trec", *pair, "100", "0"])]
-        found |= {f"{prefix}_{name}": f"{cell[name]:.1f}" for name in ("target", "oracle")}
+        draws = language_places(cells)[" ".join(["trec", *pair])]
+        found |= {f"{prefix}_{name}": f"{draws[0][name]:.1f}" for name in ("target", "oracle")}
         for name, way in zip(("bico", "default", "refined", "cold", "longer", "scratch"), LANGUAGE_ROWS, strict=True):
-            found[f"{prefix}_{name}"] = f"{cell['ways'].get(way, {}).get('score', float('nan')):.1f}"
+            scores, costs = of_draws(draws, way)
+            found[f"{prefix}_{name}"] = shown(scores)
+            found[f"{prefix}_{name}_cpu"] = f"{statistics.mean(costs):.0f}" if costs else ""
+        found[f"{prefix}_draws"] = str(len(of_draws(draws, "the default")[0]))
     return found
 
 
 def language_table(cells: dict[str, Any]) -> str:
     """Real language models, a column for each pair and task; short enough for the README."""
-    whole = language_cells(cells)
-
-    def row(name: str, value: Callable[[Any], tuple[float, float | None] | None]) -> list[str]:
-        found = [value(cell) for cell in whole.values()]
-        return [name, *("" if f is None else f"{f[0]:.1f}" + ("" if f[1] is None else f" ({f[1]:.0f})") for f in found)]
-
-    def of_way(way: str) -> Callable[[Any], tuple[float, float] | None]:
-        return lambda cell: (cell["ways"][way]["score"], cell["ways"][way]["cpu"]) if way in cell["ways"] else None
-
-    rows = [row("unchanged target", lambda cell: (cell["target"], None))]
-    rows += [row(name, of_way(way)) for way, name in LANGUAGE_ROWS.items()]
-    rows.append(row("a new LoRA on all samples of the task", lambda cell: (cell["oracle"], cell["oracle cpu"])))
-    tasks = sorted({TITLES.get(key.split()[0], key.split()[0]) for key in whole})
-    pairs = [" → ".join(MODELS.get(name, name) for name in key.split()[1:3]) for key in whole]
+    places = language_places(cells)
+    rows = [["unchanged target", *(shown([draws[0]["target"]]) for draws in places.values())]]
+    rows += [[name, *(shown(*of_draws(draws, way)) for draws in places.values())]
+             for way, name in LANGUAGE_ROWS.items()]  # fmt: skip
+    oracles = [shown([draws[0]["oracle"]], [draws[0]["oracle cpu"]]) for draws in places.values()]
+    rows.append(["a new LoRA on all samples of the task", *oracles])
+    tasks = sorted({TITLES.get(place.split()[0], place.split()[0]) for place in places})
+    pairs = [" → ".join(MODELS.get(name, name) for name in place.split()[1:]) for place in places]
     if len(tasks) > 1:
         pairs = [
-            f"{pair}, {TITLES.get(key.split()[0], key.split()[0])}" for pair, key in zip(pairs, whole, strict=True)
+            f"{pair}, {TITLES.get(place.split()[0], place.split()[0])}"
+            for pair, place in zip(pairs, places, strict=True)
         ]
     title = f"A LoRA that classifies ({', '.join(tasks)}), 100 samples: right answers in % (CPU-seconds)"
     return common.table([title, *pairs], rows)
