@@ -162,7 +162,7 @@ class Calibration:
         return Calibration(pairs, cut.tokenizers)
 
     def _classes(self) -> list[int]:
-        """Of each sample; all the same where there are none."""
+        """Of each sample; one class of all where there are no labels."""
         labels = self.labels
         return [0] * self.samples if labels is None or labels.ndim > 1 else labels.tolist()
 
