@@ -214,10 +214,11 @@ def summary(cells: dict[str, Any]) -> str:
 def table(cells: dict[str, Any]) -> str:
     rows = []
     for key, cell in cells.items():
-        task, source, target, count, _seed = key.split()
+        task, source, target, count, seed = key.split()
         task, _, origin = task.partition("+")
         made = f" in {cell['samples cpu']:.0f} CPU-seconds" if origin else ""  # not among those of the ways
-        where = [f"{task}, {source} → {target}", ORIGINS[origin] + made, count]
+        draw = f", draw {int(seed) + 1}" if int(seed) else ""
+        where = [f"{task}, {source} → {target}{draw}", ORIGINS[origin] + made, count]
         rows.append([*where, "target", f"{cell['target']:.1f}", f"{cell['target loss']:.2f}", "", ""])
         for name in WAYS:
             way = cell["ways"].get(name, {})

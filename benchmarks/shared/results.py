@@ -289,6 +289,7 @@ def frontier_numbers(cells: dict[str, Any]) -> dict[str, str]:
                 raise SystemExit(f"benchmarks/results/frontier.json has no '{way}' with {count} samples")
             found[f"f_{name}_{count}"] = f"{statistics.mean(one.share):.0%}"
             found[f"f_places_{count}"] = str(one.places)
+            found[f"f_draws_{count}"] = "one draw" if len(one.share) == 1 else f"{len(one.share)} draws"
             found[f"f_{name}_least_{count}"] = f"{one.least:+.1f}".replace("-", "−")
     return found
 
