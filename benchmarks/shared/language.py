@@ -65,6 +65,9 @@ def language_numbers(cells: dict[str, Any]) -> dict[str, str]:
             found[f"{prefix}_{name}"] = shown(scores)
             found[f"{prefix}_{name}_cpu"] = f"{statistics.mean(costs):.0f}" if costs else ""
         found[f"{prefix}_draws"] = str(len(of_draws(draws, "the default")[0]))
+    for name, origin in (("l_true", "ends"), ("l_teacher", "teacher")):  # the same LoRA under either's answers
+        cell = cells[" ".join([f"trec+{origin}", *PAIR, "100", "0"])]
+        found[name] = shown(of_draws([cell], "the default")[0])
     return found
 
 
