@@ -30,10 +30,10 @@ def language_places(cells: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Pairs and tasks with 100 labelled samples in which every row of the README's table but BiCo's was run: draws."""
     rows = set(LANGUAGE_ROWS) - {BESIDE}
     found: dict[str, list[dict[str, Any]]] = {}
-    for key in sorted(cells):
-        task, *pair, count = key.split()[:-1] or ("", "")
-        if pair and "+" not in task and count == "100":
-            found.setdefault(" ".join((task, *pair)), []).append(cells[key])
+    for key in sorted(key for key, cell in cells.items() if isinstance(cell, dict)):
+        *place, count, _ = key.split()
+        if "+" not in key and count == "100":
+            found.setdefault(" ".join(place), []).append(cells[key])
     return {
         place: found[place]
         for place in sorted(found, reverse=True)
@@ -64,7 +64,6 @@ def language_numbers(cells: dict[str, Any]) -> dict[str, str]:
             scores, costs = of_draws(draws, way)
             found[f"{prefix}_{name}"] = shown(scores)
             found[f"{prefix}_{name}_cpu"] = f"{statistics.mean(costs):.0f}" if costs else ""
-        found[f"{prefix}_draws"] = str(len(of_draws(draws, "the default")[0]))
     for name, origin in (("l_true", "ends"), ("l_teacher", "teacher")):  # the same LoRA under either's answers
         cell = cells[" ".join([f"trec+{origin}", *PAIR, "100", "0"])]
         found[name] = shown(of_draws([cell], "the default")[0])

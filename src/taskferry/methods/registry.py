@@ -124,7 +124,7 @@ class Job:
     def best_scale(self, changes: Sequence[TaskVector], rounds: int = ROUNDS) -> ScaleCurve:
         """The scale with the lowest loss; `changes` are `Moved.judged`. The untouched target is looked at once.
 
-        One part that is judged on is taken in two shares, of which one may say otherwise.
+        One change for all folds is judged on each of them; one fold in two shares, of which one may say otherwise.
         """
         if len(changes) == 1 and self.calibration.folds > 1:
             changes = [*changes] * min(FOLDS, len(self.calibration.judging(1)[0]))

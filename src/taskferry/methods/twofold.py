@@ -86,9 +86,7 @@ def twofold(
     again = bool(halfway)
     moved, point = job.move(replace(capture, again=again), maps, "base", sites), 1
     # Where halfway is need not be known well, and nothing else rests on it: by the maps of all samples.
-    curve = job.best_scale(
-        job.calibration.judged * moved.judged if again else moved.judged, rounds=0 if again else ROUNDS
-    )
+    curve = job.best_scale(moved.judged, rounds=0 if again else ROUNDS)
     if again and curve.helps:
         both = (BASE, Point(halfway * job.tau, halfway * curve.best * moved.tau))
         del moved  # its maps go before the next are made
