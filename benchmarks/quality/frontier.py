@@ -1,7 +1,7 @@
 """Quality against cost: every way to bring a fine-tune to another base, by what it recovers and what it takes.
 
     python benchmarks/quality/frontier.py [--quick] [--json benchmarks/results/frontier.json] [--tasks NAME …]
-        [--pairs A:B …] [--counts N …] [--seeds N] [--ways moved|few-shot|refined|all] [--steps N …]
+        [--pairs A:B …] [--counts N …] [--seeds N] [--first-seed N] [--ways KIND_OR_NAME …] [--steps N …]
         [--text | --example]
 
 Each way is run alone, in one thread, on one pair, task and draw: its CPU-seconds are those of its own process time, its
@@ -50,6 +50,7 @@ PAIRS = (("narrow", "twin"), ("wide", "narrow"), ("narrow", "wide"), ("twin", "d
 TASKS = ("letters", "cifar10", "occluded", "case")
 TEXTS = ("trec", "snli")
 COUNTS = (10, 30, 100)
+KINDS = ("moved", "few-shot", "refined", "all")
 WORST = -1.0  # points
 MODELS = {model for pair in PAIRS for model in pair}
 ZOO, NEW, TEXT = "zoo", "zoo, new tasks and a new pair", "real encoders of texts"
@@ -240,7 +241,9 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", type=lambda pair: tuple(pair.split(":")), default=PAIRS, metavar="A:B")
     parser.add_argument("--counts", nargs="+", type=int, default=COUNTS)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--ways", choices=("moved", "few-shot", "refined", "all"), default="all")
+    parser.add_argument("--first-seed", type=int, default=0, help="leave out the draws before this one")
+    parser.add_argument("--ways", nargs="+", choices=(*KINDS, *WAYS), default=["all"],
+                        metavar="KIND_OR_NAME", help=f"{', '.join(KINDS)}, or rows by name")  # fmt: skip
     parser.add_argument("--steps", nargs="+", type=int, default=(1, *STEPS), help="of ways that train")
     parser.add_argument("--text", action="store_true", help="real encoders of texts: gte-small to MiniLM-L6 and back")
     parser.add_argument("--example", action="store_true", help="the language models that come with the package")
@@ -251,7 +254,7 @@ def main() -> None:
     wanted = {
         name: way
         for name, way in WAYS.items()
-        if options.ways in ("all", way.kind) and way.settings.get("steps", options.steps[0]) in options.steps
+        if {"all", way.kind, name} & set(options.ways) and way.settings.get("steps", options.steps[0]) in options.steps
     }
     if options.text:
         options.tasks, options.pairs = TEXTS, [("MiniLM-L6", "gte-small"), ("gte-small", "MiniLM-L6")]
@@ -267,8 +270,8 @@ def main() -> None:
             print(key, f"{time.time() - started:.0f} s", flush=True)
     elif not options.shown:
         bench = (open_texts if options.text else open_short)(options.quick)
-        places = product(options.tasks, range(options.seeds), options.pairs, options.counts)
-        for task, seed, (source, target), count in places:
+        seeds = range(options.first_seed, options.seeds)  # outermost: what a stop leaves is whole draws
+        for seed, task, (source, target), count in product(seeds, options.tasks, options.pairs, options.counts):
             if not options.text:
                 zoo_tasks.write(task, zoo_data.DATA / "tasks")
             key, cell = (
