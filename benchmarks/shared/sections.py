@@ -95,6 +95,13 @@ trained for 300 steps on its own half of the passages of `taskferry example`; th
 over three seeds, and in brackets the share of what real samples gain. The package has 128 real passages, which stand
 for 400.""",
     ),
+    "fleet_samples": (
+        "Samples that the adapters of a fleet write",
+        """Six LoRAs of the first base of `taskferry example`, one for each domain of text, moved to its second base by
+BiCo at scale 1, by maps of different samples: loss per token of held-out text over three seeds, and the share of what
+LoRAs trained on the second base take away, over all domains. General text is that of the bases' own training. The
+texts of all six adapters in one capture are `fit --calibration generate --adapters FOLDER`.""",
+    ),
     "forecast": (
         "Can the share of the gain be foretold?",
         """Each fine-tune is moved by the default, and its share of the oracle's gain is held beside what the

@@ -94,14 +94,14 @@ def pretrain(name: str, root: Path, out: Path, steps: int) -> None:
         (stage / "training.json").write_text(json.dumps(log) + "\n")
 
 
-def adapter(base: Path, root: Path, steps: int, out: Path | None = None) -> float:
-    """A LoRA on scripture; returns its loss on the later books."""
+def adapter(base: Path, root: Path, steps: int, out: Path | None = None, domain: str = "scripture") -> float:
+    """A LoRA on one domain; returns its loss on text of it that nothing was trained on."""
     import peft
 
     loaded = load_model(str(base))
     torch.manual_seed(0)
     model = peft.get_peft_model(loaded.model, peft.LoraConfig(**LORA))
-    data = Pool(load_samples(str(root / "scripture")), loaded, max_length=LENGTH)
+    data = Pool(load_samples(str(root / domain)), loaded, max_length=LENGTH)
     protocol = FineTuning(steps=steps, batch=32, learning_rate=2e-3, weight_decay=0.0, warmup=20, validation=0.0,
                           every=100, precision="bfloat16")  # fmt: skip
     finetune(model, data, LanguageModel(), protocol, progress=causal.every(f"LoRA of {base.name}", 50))
@@ -111,7 +111,7 @@ def adapter(base: Path, root: Path, steps: int, out: Path | None = None) -> floa
             _name_base(stage / "adapter_config.json", base.name)
             (stage / "README.md").unlink()  # an empty form
         model.float()
-    test = Pool(load_samples(str(root / "scripture"), split="test"), loaded, max_length=LENGTH)
+    test = Pool(load_samples(str(root / domain), split="test"), loaded, max_length=LENGTH)
     return evaluate(model, test.batches(range(len(test)), 50), LanguageModel()).loss
 
 

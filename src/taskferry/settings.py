@@ -119,7 +119,7 @@ class GenerationSettings(CalibrationSettings):
             raise ValueError(
                 "generated samples have no labels but the tuned source's: leave labels, per_class and sampler out"
             )
-        elif getattr(self, "source_tuned", None) is None:
+        elif getattr(self, "source_tuned", None) is None and getattr(self, "adapters", None) is None:
             raise ValueError(f"--calibration {GENERATE}: the tuned source writes the samples: give --source-tuned")
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,32 @@ def words(world: Path, *more: object) -> list[object]:
 
 def made(world: Path, out: Path, *more: object) -> Ran:
     return taskferry("transfer", *words(world, "--calibration", "generate", "--out", out, "--json", *more))
+
+
+def test_maps_of_a_fleet_on_texts_that_its_adapters_write(world: Path, tmp_path: Path) -> None:
+    """One file for all of them; what each wrote lies beside it, and the file says whose it is."""
+    for name in ("one", "two"):
+        shutil.copytree(world / "my-lora", tmp_path / "adapters" / name)
+    given = ["--source-base", world / "base-a", "--target-base", world / "base-b", "--calibration", "generate"]
+    given += ["--adapters", tmp_path / "adapters", "--samples", 20, "--max-length", 40]
+    plan = taskferry("fit", *given, "--out", tmp_path / "maps", "--dry-run").out
+    assert "written by 2 adapters in turn" in plan
+    told = taskferry("fit", *given, "--out", tmp_path / "maps", "--json").json
+    how = told["provenance"]["calibration"]["generated"]
+    assert how["adapters"] == ["one", "two"]
+    assert how["distinct"] == 20  # one adapter under two names writes from other numbers
+    text = (tmp_path / "maps.calibration.jsonl").read_bytes()
+    assert how["sha256"] == hashlib.sha256(text).hexdigest()
+    moved = taskferry("apply", tmp_path / "maps", tmp_path / "adapters" / "two", "--target-base", world / "base-b",
+                      "--out", tmp_path / "moved", "--json").json  # fmt: skip
+    losses = [
+        taskferry("evaluate", world / "base-b", *added, "--test", world / "test.jsonl", "--json").json["loss"]
+        for added in ([], ["--add", tmp_path / "moved"])
+    ]
+    assert losses[1] < losses[0] - 0.03, moved
+    (tmp_path / "none").mkdir()
+    told = taskferry("fit", *given, "--adapters", tmp_path / "none", "--out", tmp_path / "other", code=None)
+    assert "has no folders of PEFT adapters in it" in told.err
 
 
 def test_a_transfer_without_any_data(world: Path, tmp_path: Path) -> None:
@@ -77,7 +104,7 @@ def test_a_plan_draws_few_and_writes_nothing(world: Path, tmp_path: Path) -> Non
     dry = taskferry("transfer", *given, "--samples", 200, "--out", tmp_path / "never", "--dry-run").json["plan"]
     assert dry["stages"]["generate"] > 0
     assert dry["samples"] == (
-        "200 that the tuned source writes: prompts own, temperature 1, seed 0, up to 38 tokens each"
+        "200, written by the tuned source: prompts own, temperature 1, seed 0, up to 38 tokens each"
     )
     assert dry["labels"] == "written by the tuned source"
     less = taskferry("plan", *given, "--samples", 20).json["plan"]

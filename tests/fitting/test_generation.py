@@ -17,7 +17,7 @@ from taskferry.checkpoints import Loaded, Tuned, load_model, load_tuned
 from taskferry.errors import TaskferryError
 from taskferry.fitting import generation
 from taskferry.fitting.generation import BATCH, Drawn, draw
-from taskferry.fitting.teacher import complete, written
+from taskferry.fitting.teacher import complete, teacher_model, written
 from taskferry.jobs.settings import FitSettings
 from tests.helpers import folders
 from tests.helpers.texts import TEXTS
@@ -180,6 +180,36 @@ def test_a_trial_draws_one_batch_and_says_what_all_would_take(models: Models, mo
     assert few.seconds is not None
     assert few.seconds > 0
     assert few.samples.rows[:5] == drawn(models).samples.rows
+
+
+def test_adapters_of_a_fleet_write_equal_shares(models: Models, world: Path, tmp_path: Path) -> None:
+    """Each what it would write alone, the second from other numbers than the first."""
+    A, B, _ = models
+    for name, seed in (("second", 5), ("third", 6)):
+        folders.lora(world / "a", tmp_path / name, ["q_proj", "down_proj"], task_type="CAUSAL_LM", seed=seed)
+    (tmp_path / "manifest").mkdir()
+    found = generation.adapters_in(tmp_path)
+    assert [folder.name for folder in found] == ["second", "third"]
+    settings = FitSettings(calibration="generate", out=Path("unused"), source_base="a", target_base="b", samples=7,
+                           max_length=24, adapters=str(tmp_path))  # fmt: skip
+    both = draw(settings, A, B, None, adapters=found)
+    alone = [drawn((A, B, load_tuned(str(folder), A)), samples=4).samples.rows for folder in found]
+    assert both.samples.rows[:4] == alone[0]
+    assert both.samples.rows[4:] != alone[1][:3]
+    assert len(both.samples) == 7
+    with teacher_model(A, load_tuned(str(found[1]), A)) as third:
+        author = generation.Author(third, A.tokenizer(), settings, "text", both.how["length"], (), 1)
+        assert both.samples.rows[4:] == author.rows(0)[:3]
+    assert both.how["adapters"] == ["second", "third"]
+    assert both.labels == "written by 2 adapters in turn"
+    trial = draw(settings.model_copy(update={"samples": 2}), A, B, None, adapters=found, trial=True)
+    assert len(trial.samples) == 2
+    with pytest.raises(TaskferryError, match="2 adapters cannot share 1 samples: raise --samples"):
+        draw(settings.model_copy(update={"samples": 1}), A, B, None, adapters=found)
+    with pytest.raises(TaskferryError, match="has no folders of PEFT adapters in it"):
+        generation.adapters_in(tmp_path / "manifest")
+    with pytest.raises(ValueError, match="give --calibration generate, or leave --adapters out"):
+        FitSettings(calibration="file", out=Path("unused"), source_base="a", target_base="b", adapters="folder")
 
 
 def test_texts_that_say_nothing_are_drawn_again(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
     >>> drawn = draw(settings, source, target, tuned)             # settings.calibration is "generate"
     >>> drawn.samples, drawn.how["sha256"]
+    >>> draw(settings, source, target, None, adapters=[folder, …])     # for the maps of a fleet: each writes a share
 
 They are drawn in batches of one size, each from a seed of its own: the same settings give the same texts, the first
 fifty of a hundred are those of fifty, and neither micro-batches nor processes show.
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from taskferry.calibration.data import Samples, load_samples
 from taskferry.calibration.forms import Kind, Row
 from taskferry.calibration.language import check_fast, messages_of
 from taskferry.calibration.samplers import choose
-from taskferry.checkpoints import Loaded, Tuned
+from taskferry.checkpoints import Loaded, Tuned, is_adapter, load_tuned
 from taskferry.choices import FREE, OWN
 from taskferry.errors import TaskferryError
 from taskferry.fitting.models import device_of
@@ -47,13 +48,22 @@ class Drawn:
     samples: Samples
     how: Mapping[str, Any]  # for the record
     seconds: float | None = None  # that drawing all would take, where few were drawn to see
-    labels: ClassVar[str] = "written by the tuned source"
+
+    @property
+    def labels(self) -> str:
+        """Whose answers they are."""
+        return f"written by {self._authors}"
 
     @property
     def told(self) -> str:
         """For a plan."""
-        drawn = "{samples} that the tuned source writes: prompts {prompts}, temperature {temperature:g}, seed {seed}, "
-        return f"{drawn}up to {{length}} tokens each".format(**self.how)
+        drawn = "{samples}, written by {by}: prompts {prompts}, temperature {temperature:g}, seed {seed}, "
+        return f"{drawn}up to {{length}} tokens each".format(**self.how, by=self._authors)
+
+    @property
+    def _authors(self) -> str:
+        adapters = self.how.get("adapters")
+        return "the tuned source" if adapters is None else f"{len(adapters)} adapters in turn"
 
     def lines(self) -> str:
         """A file that `--calibration` takes."""
@@ -70,12 +80,26 @@ class Author:
     kind: Kind
     length: int  # of a text in tokens
     given: Sequence[Row] = ()  # prompts
+    place: int = 0  # among several authors: each draws other numbers
+
+    def write(
+        self, wanted: int, most: int, steps: Steps, rank: int, everyone: Everyone | None
+    ) -> tuple[list[Row], int]:
+        """So many samples from at most so many batches, and the batches that it took."""
+        rows, number = list[Row](), 0
+        while len(rows) < wanted and number < most:
+            parts = everyone(self.rows(number + rank)) if everyone is not None else [self.rows(number)]
+            number += len(parts)
+            before = min(len(rows), wanted)
+            rows += [row for part in parts for row in part]
+            steps.step(min(len(rows), wanted) - before)
+        return rows[:wanted], number
 
     def rows(self, number: int) -> list[Row]:
         """Batch `number`, without those that say nothing."""
         device = device_of(self.model)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(self.settings.seed * 1_000_003 + number)
+            torch.manual_seed(self.settings.seed * 1_000_003 + self.place * 10_007 + number)
             rows = self._given(number) if self.given else self._free() if self.kind != "messages" else self._chats()
         return [row for row in rows if row is not None]
 
@@ -143,50 +167,74 @@ def draw(
     target: Loaded,
     tuned: Tuned | None,
     *,
+    adapters: Sequence[Path] = (),
     trial: bool = False,
     progress: Progress | None = None,
     rank: int = 0,
     everyone: Everyone | None = None,
 ) -> Drawn:
-    """As many samples as the settings ask for.
+    """As many samples as the settings ask for, by the tuned source, or by `adapters` of the source in equal shares.
 
     A `trial` writes one batch, says how long all would take, and repeats it. `everyone` gathers what each of several
     processes has drawn, of which this one is number `rank`.
     """
-    if tuned is None:
+    if tuned is None and not adapters:
         raise TaskferryError("--calibration generate: the tuned source writes the samples: give --source-tuned")
     kind, given = _kind(settings, source, target)
     length = _length(settings.max_length, source, target)
     wanted = settings.samples
-    steps = Steps(progress, STAGE, wanted)
-    batches, rows = -(-wanted // BATCH), list[Row]()
-    started, number = time.perf_counter(), 0
-    with teacher_model(source, tuned) as model:
-        author = Author(model, source.tokenizer(), settings, kind, length, given)
-        while len(rows) < wanted and number < TRIES * batches and not (trial and number):
-            parts = everyone(author.rows(number + rank)) if everyone is not None else [author.rows(number)]
-            number += len(parts)
-            before = min(len(rows), wanted)
-            rows += [row for part in parts for row in part]
-            steps.step(min(len(rows), wanted) - before)
-    seconds = (time.perf_counter() - started) * batches / number if trial else None
-    alike = len({json.dumps(row, sort_keys=True) for row in rows[:wanted]})
-    if alike < 2 or (len(rows) < wanted and not trial):
+    shares = [len(range(i, wanted, len(adapters))) for i in range(len(adapters))] or [wanted]
+    if not min(shares):
         raise TaskferryError(
-            f"the tuned source wrote {len(rows)} texts that say something and {alike} that differ, where {wanted} are "
-            "needed: raise --temperature or --max-length, or give samples of your own with --calibration"
+            f"{len(adapters)} adapters cannot share {wanted} samples: raise --samples, or give --adapters a folder "
+            "with fewer of them, some of each kind"
         )
-    rows = [rows[i % len(rows)] for i in range(wanted)] if trial else rows[:wanted]
+    steps = Steps(progress, STAGE, wanted)
+    rows, batches, drawn = list[Row](), sum(-(-share // BATCH) for share in shares), 0
+    started = time.perf_counter()
+    for place, share in enumerate(shares[:1] if trial else shares):
+        author = load_tuned(str(adapters[place]), source) if adapters else tuned
+        most = 1 if trial else TRIES * -(-share // BATCH)
+        with teacher_model(source, author) as model:
+            writer = Author(model, source.tokenizer(), settings, kind, length, given, place)
+            written_by, number = writer.write(wanted if trial else share, most, steps, rank, everyone)
+        if len(written_by) < share and not trial:
+            raise _too_few(f"the adapter {adapters[place].name}" if adapters else "the tuned source", written_by, share)
+        rows, drawn = rows + written_by, drawn + number
+    seconds = (time.perf_counter() - started) * batches / drawn if trial else None
+    if _different(rows) < 2:
+        raise _too_few("the tuned source", rows, wanted)
+    rows = [rows[i % len(rows)] for i in range(wanted)]  # of a trial, again and again
     how = {
         "prompts": settings.prompts,
         "temperature": settings.temperature,
         "seed": settings.seed,
         "samples": wanted,
-        "distinct": alike,
+        "distinct": _different(rows),
         "length": length,
         "sha256": hashlib.sha256(lines_of(rows).encode()).hexdigest(),
+        **({"adapters": [folder.name for folder in adapters]} if adapters else {}),
     }
     return Drawn(Samples(kind, rows, None, (), "what the tuned source wrote"), how, seconds)
+
+
+def _different(rows: Sequence[Row]) -> int:
+    return len({json.dumps(row, sort_keys=True) for row in rows})
+
+
+def _too_few(who: str, rows: Sequence[Row], wanted: int) -> TaskferryError:
+    return TaskferryError(
+        f"{who} wrote {len(rows)} texts that say something and {_different(rows)} that differ, where {wanted} are "
+        "needed: raise --temperature or --max-length, or give samples of your own with --calibration"
+    )
+
+
+def adapters_in(folder: Path) -> list[Path]:
+    """The adapters of a folder, by name."""
+    found = sorted(path for path in folder.iterdir() if is_adapter(path)) if folder.is_dir() else []
+    if not found:
+        raise TaskferryError(f"--adapters: {folder} has no folders of PEFT adapters in it: give one that has")
+    return found
 
 
 def lines_of(rows: Sequence[Row]) -> str:

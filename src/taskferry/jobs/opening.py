@@ -24,7 +24,7 @@ from taskferry.engines.pair import ModelPair, Work
 from taskferry.engines.ranks import RankedPair, from_everyone, process_group, take_device
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
-from taskferry.fitting.generation import STAGE, Drawn, draw
+from taskferry.fitting.generation import STAGE, Drawn, adapters_in, draw
 from taskferry.fitting.preparation import Prepared, has_text_tower, prepare
 from taskferry.fitting.routing import Meeting
 from taskferry.jobs.cost import Plan
@@ -68,7 +68,7 @@ def opened(settings: Settings, reporter: Reporter, out: Path | None, *, dry_run:
     engine = settings.engine_name
     given = {name: getattr(settings, name) for name in ("source_base", "source_tuned", "target_base")}
     found = {name: _resolved(name, value) for name, value in given.items() if value is not None}
-    inputs = Inputs(**found, **settings.data)
+    inputs = Inputs(**found, **settings.data, adapters=getattr(settings, "adapters", None))
     first = rank_and_size()[0] == 0
     with ExitStack() as stack, _room(engine):
         # Only the first rank stores what is finished, and takes it away.
@@ -131,9 +131,10 @@ def _in_memory(
         stack.enter_context(process_group())
     drawn = None
     if settings.generates:
+        folder = getattr(settings, "adapters", None)
         drawn = draw(
             settings, source, target, reference, trial=trial, progress=work.progress, rank=rank,
-            everyone=from_everyone if several else None,
+            everyone=from_everyone if several else None, adapters=adapters_in(Path(folder)) if folder else (),
         )  # fmt: skip
     prepared = _prepared(settings, source, target, reference, drawn)
     pair: WholePair

@@ -101,9 +101,18 @@ class FitSettings(MethodSettings, Writing):
     source_tuned: str | None = Field(
         None, description="a fine-tune for reference: it labels samples, and the method refits its maps along it"
     )
+    adapters: str | None = Field(
+        None, description="a folder of adapters of the source base: each writes its share of generated samples"
+    )
     shard: bool = Field(
         False, description="under torchrun: spread the weights of the blocks over the processes (FSDP2)"
     )
+
+    @model_validator(mode="after")
+    def _authors(self) -> FitSettings:
+        if self.adapters is not None and not self.generates:
+            raise ValueError("adapters write samples: give --calibration generate, or leave --adapters out")
+        return self
 
 
 class TransferSettings(MethodSettings, OutputSettings, Writing):
