@@ -90,6 +90,9 @@ WAYS: dict[str, Way] = {
     },
 }
 
+# Every effort, and the default with the tuned source's labels: never below the target by more than a point.
+JUDGED = ("+ whitened: effort fast", STANDARD, "+ augmented views: effort thorough", "effort standard, no labels")
+
 
 @contextmanager
 def counted(model: nn.Module, samples: int) -> Iterator[list[float]]:

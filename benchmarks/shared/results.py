@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.quality import frontier
-from benchmarks.quality.ways import STANDARD
+from benchmarks.quality.ways import JUDGED, STANDARD
 from benchmarks.shared import common
 from benchmarks.shared.language import language_numbers, language_table
 from benchmarks.shared.sections import SECTIONS
@@ -279,8 +279,9 @@ def frontier_numbers(cells: dict[str, Any]) -> dict[str, str]:
     """Shares of the zoo by number of samples, in how many cells, for the text of the findings."""
     ways = {"bico": "BiCo at scale 1", "standard": STANDARD, "thorough": "+ augmented views: effort thorough"}
     known = {key: cell for key, cell in cells.items() if isinstance(cell, dict)}
-    zoo_cells = {key: cell for key, cell in known.items()
-                 if frontier.group(key) == frontier.ZOO and set(ways.values()) <= set(cell["ways"])}  # fmt: skip
+    zoo_cells = {
+        key: cell for key, cell in in_table(known, frontier.ZOO).items() if set(ways.values()) <= set(cell["ways"])
+    }
     found: dict[str, str] = {}
     for count in (10, 30, 100):
         for name, way in ways.items():
@@ -290,8 +291,29 @@ def frontier_numbers(cells: dict[str, Any]) -> dict[str, str]:
             found[f"f_{name}_{count}"] = f"{statistics.mean(one.share):.0%}"
             found[f"f_places_{count}"] = str(one.places)
             found[f"f_draws_{count}"] = "one draw" if len(one.share) == 1 else f"{len(one.share)} draws"
-            found[f"f_{name}_least_{count}"] = f"{one.least:+.1f}".replace("-", "−")
+            found[f"f_{name}_least_{count}"] = signed(one.least)
+    for count in (10, 20, 50, 100):
+        every = worst_of(known, frontier.ZOO, count)
+        found[f"f_worst_{count}"] = signed(min(one.least for one in every))
+        found[f"f_worst_draws_{count}"] = str(min(one.cells // one.places for one in every))
+    new = worst_of(known, frontier.NEW, 10)
+    found["f_new_worst_10"] = signed(min(one.least for one in new))
+    found["f_new_places_10"] = str(new[0].places)
     return found
+
+
+def worst_of(cells: dict[str, Any], kind: str, count: int) -> list[frontier.Found]:
+    """Of every effort, and of the default without labels."""
+    some = in_table(cells, kind)
+    return [found for way in JUDGED if (found := frontier.summed(some, way, count)) is not None]
+
+
+def in_table(cells: dict[str, Any], kind: str) -> dict[str, Any]:
+    return {key: cell for key, cell in cells.items() if frontier.group(key) == kind}
+
+
+def signed(points: float) -> str:
+    return f"{points:+.1f}".replace("-", "−")
 
 
 def steps_shares() -> dict[str, str]:
