@@ -30,12 +30,10 @@ from taskferry import TaskVector, load_model, load_samples, load_tuned
 from taskferry.calibration.data import Samples
 from taskferry.calibration.samplers import choose
 from taskferry.checkpoints import Loaded, Tuned
-from taskferry.evaluation import Pool, evaluate
+from taskferry.evaluation import Pool
 from taskferry.example import FILES
 from taskferry.fitting.generation import draw
-from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.preparation import prepare
-from taskferry.fitting.scale import moved_by
 from taskferry.fitting.statistics import Statistics
 from taskferry.jobs.settings import PlanSettings
 
@@ -54,7 +52,9 @@ def make_data(root: Path) -> None:
             if not (root / domain / f"{split}.jsonl").exists():
                 found = load_samples(str(common.need_shared() / "data" / domain / f"{split}.jsonl")).rows
                 texts = [{"text": row["text"]} for row in found]
-                write_lines(root / domain / f"{split}.jsonl", texts[:200] if split == "test" else texts)
+                write_lines(
+                    root / domain / f"{split}.jsonl", texts[: example_models.TEST] if split == "test" else texts
+                )
 
 
 def tuned_losses(root: Path, domain: str, steps: int, known: dict[str, Any]) -> None:
@@ -65,11 +65,11 @@ def tuned_losses(root: Path, domain: str, steps: int, known: dict[str, Any]) -> 
         known["oracle"] = round(example_models.adapter(FILES / "base-b", root, steps, domain=domain), 4)
 
 
-def sums(models: tuple[Loaded, Loaded], tuned: Tuned, samples: Samples, count: int, seed: int) -> Statistics:
+def sums(models: tuple[Loaded, Loaded], samples: Samples, count: int, seed: int) -> Statistics:
     """One capture of so many of the samples."""
     settings = PlanSettings(calibration="given", source_base="", target_base="", samples=count, seed=seed)
     some = samples.take(choose(len(samples), count, seed=seed))
-    prepared = prepare(settings, *models, tuned, samples=some)
+    prepared = prepare(settings, *models, None, samples=some)
     return captured((models[0].model, models[1].model), prepared.calibration, prepared.objectives)
 
 
@@ -77,12 +77,13 @@ def study(
     models: tuple[Loaded, Loaded], tuned: Mapping[str, Tuned], score: Mapping[str, Score], root: Path, seed: int
 ) -> dict[str, dict[str, float]]:
     """One draw: of every domain the loss with each kind of samples."""
-    general = Samples("text", [r for h in (0, 1) for r in load_samples(str(root / f"half{h}")).rows], None, (), "")
+    read = Samples("text", [r for h in (0, 1) for r in load_samples(str(root / f"half{h}")).rows], None, (), "")
+    general = sums(models, read, MANY, seed)
     own, few, written = {}, {}, {}
     for domain, adapter in tuned.items():
         real = load_samples(str(root / domain))
-        own[domain] = sums(models, adapter, real, MANY, seed)
-        few[domain] = sums(models, adapter, real, MANY // (len(DOMAINS) - 1), seed)
+        own[domain] = sums(models, real, MANY, seed)
+        few[domain] = sums(models, real, MANY // (len(DOMAINS) - 1), seed)
         given = {
             "source_base": "a",
             "target_base": "b",
@@ -92,13 +93,13 @@ def study(
             "max_length": 64,
         }
         drawn = draw(PlanSettings(calibration="generate", **given), *models, adapter).samples
-        written[domain] = sums(models, adapter, drawn, FEW, seed)
+        written[domain] = sums(models, drawn, FEW, seed)
     found: dict[str, dict[str, float]] = {}
     for domain, adapter in tuned.items():
         others = [other for other in tuned if other != domain]
         kinds: dict[str, Sequence[Statistics]] = {
             f"its own passages, {MANY}": [own[domain]],
-            GENERAL: [sums(models, adapter, general, MANY, seed)],
+            GENERAL: [general],
             f"passages of the others, {MANY} in all": [few[other] for other in others],
             f"written by it, {FEW}": [written[domain]],
             f"written by the others, {FEW} each": [written[other] for other in others],
@@ -138,9 +139,7 @@ def main() -> None:
         batches = test.batches(range(len(test)), 50)
 
         def loss(added: TaskVector, batches: Any = batches) -> float:
-            with moved_by(B.model, added) as at:
-                at(1.0)
-                return evaluate(B.model, batches, LanguageModel()).loss
+            return example_models.moved_loss(B, batches, added)
 
         score[domain] = loss
         known[domain]["target"] = round(loss(TaskVector({})), 4)

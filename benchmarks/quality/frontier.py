@@ -37,11 +37,9 @@ from benchmarks.zoo.zoo_bench import in_float32, open_short, opened
 from taskferry import TaskVector, load_model, load_samples, load_tuned
 from taskferry.bench.recipe import Cell, load_recipe
 from taskferry.bench.running import Bench
-from taskferry.evaluation import Pool, evaluate
+from taskferry.evaluation import Pool
 from taskferry.example import FILES
-from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.preparation import prepare
-from taskferry.fitting.scale import moved_by
 from taskferry.methods import Job
 from taskferry.report.figures import Line, alone, lines
 from taskferry.settings import CalibrationSettings
@@ -82,9 +80,7 @@ def run_example(count: int, wanted: dict[str, Way], known: dict[str, Any]) -> It
     batches = test.batches(range(len(test)), 50)
 
     def score(added: TaskVector, scale: float) -> float:
-        with moved_by(B.model, added) as at:
-            at(scale)
-            return round(-evaluate(B.model, batches, LanguageModel()).loss, 4)
+        return round(-example_models.moved_loss(B, batches, added, scale), 4)
 
     if "oracle" not in known:
         example_models.make_data(root)
@@ -111,10 +107,15 @@ def group(key: str) -> str:
     return ZOO if task in TASKS and (source, target) in PAIRS else NEW
 
 
+def in_table(cells: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The cells of one table."""
+    return {key: known for key, known in cells.items() if group(key) == kind}
+
+
 def grouped(cells: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Every table and number of samples, with the cells of that table."""
     for kind, count in sorted({(group(key), int(key.split()[3])) for key in cells}):
-        yield kind, count, {key: known for key, known in cells.items() if group(key) == kind}
+        yield kind, count, in_table(cells, kind)
 
 
 @dataclass

@@ -21,16 +21,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.shared import common
+from benchmarks.zoo.example_models import moved_loss
 from taskferry import TaskVector, load_model, load_samples, load_tuned
 from taskferry.bench.rows import Mover
 from taskferry.calibration.data import Samples
 from taskferry.checkpoints import Loaded, Tuned
-from taskferry.evaluation import Pool, evaluate
+from taskferry.evaluation import Pool
 from taskferry.example import FILES
 from taskferry.fitting.generation import draw
-from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.preparation import prepare
-from taskferry.fitting.scale import moved_by
 from taskferry.jobs.settings import PlanSettings
 from taskferry.methods import Job
 
@@ -110,9 +109,7 @@ def main() -> None:
     batches = test.batches(range(20 if options.quick else len(test)), 50)
 
     def score(change: TaskVector, scale: float) -> float:
-        with moved_by(B.model, change) as set_scale:
-            set_scale(scale)
-            return evaluate(B.model, batches, LanguageModel()).loss
+        return moved_loss(B, batches, change, scale)
 
     target, known = score(TaskVector({}), 1.0), common.kept(options.json, {})
     for seed in range(seeds):

@@ -280,7 +280,9 @@ def frontier_numbers(cells: dict[str, Any]) -> dict[str, str]:
     ways = {"bico": "BiCo at scale 1", "standard": STANDARD, "thorough": "+ augmented views: effort thorough"}
     known = {key: cell for key, cell in cells.items() if isinstance(cell, dict)}
     zoo_cells = {
-        key: cell for key, cell in in_table(known, frontier.ZOO).items() if set(ways.values()) <= set(cell["ways"])
+        key: cell
+        for key, cell in frontier.in_table(known, frontier.ZOO).items()
+        if set(ways.values()) <= set(cell["ways"])
     }
     found: dict[str, str] = {}
     for count in (10, 30, 100):
@@ -304,12 +306,8 @@ def frontier_numbers(cells: dict[str, Any]) -> dict[str, str]:
 
 def worst_of(cells: dict[str, Any], kind: str, count: int) -> list[frontier.Found]:
     """Of every effort, and of the default without labels."""
-    some = in_table(cells, kind)
+    some = frontier.in_table(cells, kind)
     return [found for way in JUDGED if (found := frontier.summed(some, way, count)) is not None]
-
-
-def in_table(cells: dict[str, Any], kind: str) -> dict[str, Any]:
-    return {key: cell for key, cell in cells.items() if frontier.group(key) == kind}
 
 
 def signed(points: float) -> str:

@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ import transformers
 from benchmarks.quality import causal
 from benchmarks.shared import common
 from benchmarks.zoo import zoo_data
+from taskferry.calibration.batch import Batch
 from taskferry.calibration.data import load_samples
 from taskferry.checkpoints import Loaded, load_model
 from taskferry.disk.staging import staged_folder
 from taskferry.evaluation import Pool, evaluate
 from taskferry.fitting.objectives import LanguageModel
+from taskferry.fitting.scale import moved_by
+from taskferry.taskvector import TaskVector
 from taskferry.training import FineTuning, finetune
 
 LENGTH, WINDOW, VOCABULARY = 96, 240, 1024
@@ -113,6 +117,13 @@ def adapter(base: Path, root: Path, steps: int, out: Path | None = None, domain:
         model.float()
     test = Pool(load_samples(str(root / domain), split="test"), loaded, max_length=LENGTH)
     return evaluate(model, test.batches(range(len(test)), 50), LanguageModel()).loss
+
+
+def moved_loss(target: Loaded, batches: Sequence[Batch], change: TaskVector, scale: float = 1.0) -> float:
+    """Per token, of the target with a change added."""
+    with moved_by(target.model, change) as set_scale:
+        set_scale(scale)
+        return evaluate(target.model, batches, LanguageModel()).loss
 
 
 def _name_base(file: Path, name: str) -> None:

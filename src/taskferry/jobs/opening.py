@@ -68,7 +68,7 @@ def opened(settings: Settings, reporter: Reporter, out: Path | None, *, dry_run:
     engine = settings.engine_name
     given = {name: getattr(settings, name) for name in ("source_base", "source_tuned", "target_base")}
     found = {name: _resolved(name, value) for name, value in given.items() if value is not None}
-    inputs = Inputs(**found, **settings.data, adapters=getattr(settings, "adapters", None))
+    inputs = Inputs(**found, **settings.data)
     first = rank_and_size()[0] == 0
     with ExitStack() as stack, _room(engine):
         # Only the first rank stores what is finished, and takes it away.
@@ -131,7 +131,7 @@ def _in_memory(
         stack.enter_context(process_group())
     drawn = None
     if settings.generates:
-        folder = getattr(settings, "adapters", None)
+        folder = settings.data.get("adapters")
         drawn = draw(
             settings, source, target, reference, trial=trial, progress=work.progress, rank=rank,
             everyone=from_everyone if several else None, adapters=adapters_in(Path(folder)) if folder else (),

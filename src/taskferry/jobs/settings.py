@@ -108,6 +108,11 @@ class FitSettings(MethodSettings, Writing):
         False, description="under torchrun: spread the weights of the blocks over the processes (FSDP2)"
     )
 
+    @property
+    def data(self) -> dict[str, str]:
+        """With the adapters that write samples."""
+        return super().data if self.adapters is None else {**super().data, "adapters": self.adapters}
+
     @model_validator(mode="after")
     def _authors(self) -> FitSettings:
         if self.adapters is not None and not self.generates:
