@@ -23,7 +23,8 @@ from taskferry.jobs.transfer import transfer
 from taskferry.methods import Job, run
 from taskferry.sites.discovery import find_sites
 from taskferry.taskvector import as_dense
-from taskferry.training.refinement import Refinement, refine
+from taskferry.training import refinement
+from taskferry.training.refinement import Refinement, refine, usual_rate
 from taskferry.training.students import learning
 from tests.helpers import folders
 from tests.helpers.command import taskferry
@@ -104,6 +105,29 @@ def test_a_refinement_that_only_harms_is_dropped() -> None:
     assert refined.tau is start
     assert "was dropped" in refined.sentence
     assert " per token)" in refined.sentence
+
+
+@pytest.mark.parametrize(("steps", "views"), [(1, 2), (2, 4), (100, 15)])
+def test_the_teacher_answers_no_view_that_no_step_shows(
+    steps: int, views: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 images, 48 a step: a first step shows two of each."""
+    given = job("vit", (16, 2), (24, 3))
+    asked: list[int] = []
+    lesson = refinement.lesson_of
+    monkeypatch.setattr(
+        refinement, "lesson_of", lambda *of, views, **named: asked.append(views) or lesson(*of, views=0, **named)
+    )
+    settings = Refinement(steps=steps, batch=2 * given.calibration.samples, learning_rate=1e-9)
+    refine(given.pair, given.tau, run("cold", given).tau, settings)
+    assert asked == [views]
+
+
+def test_the_rate_falls_with_the_width_of_whole_weights_and_with_its_root_of_factors() -> None:
+    narrow, wide = ({"w": torch.zeros(4, width)} for width in (128, 512))
+    factors = [TaskVector({"w": LowRank(torch.zeros(4, 1), each["w"][:1])}) for each in (narrow, wide)]
+    assert usual_rate(TaskVector(narrow)) == pytest.approx(4 * usual_rate(TaskVector(wide)), rel=0.05)
+    assert usual_rate(factors[0]) == pytest.approx(2 * usual_rate(factors[1]), rel=0.05)
 
 
 def test_one_sample_cannot_be_refined_on() -> None:

@@ -32,7 +32,7 @@ from taskferry.taskvector import TaskVector
 
 WORDS = 64  # of the teacher's distribution over the next token: the most likely
 ENOUGH = 0.5  # of its probability that must lie on tokens that the target has too
-VIEWS = 3  # augmented views of each image
+VIEWS = 15  # augmented views of each image, at most
 
 
 class Lesson(Objective):

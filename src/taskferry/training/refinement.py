@@ -32,7 +32,9 @@ from taskferry.training.lessons import VIEWS, Lesson, lesson_of
 from taskferry.training.students import learning
 
 LOOKS = 10  # at the samples kept aside
-LORA, DENSE = 0.03, 0.004  # learning rates, times the root of the width: entries of wider weights are smaller
+# Learning rates: of factors times the root of the width, because entries of wider weights are smaller; of whole weights
+# times the width, so that a step of AdamW changes what a layer says by the same share in models of any width.
+LORA, DENSE = 0.03, 0.09
 STAGE = "refine"
 
 
@@ -45,7 +47,7 @@ class Refinement(Settings):
     )
     labels: float = Field(0.0, ge=0, le=1, description="share of the loss that the data's own labels get")
     batch: int | None = Field(None, ge=1, description="samples a step; 8 texts of a language model, 64 of all others")
-    views: int = Field(VIEWS, ge=0, description="augmented views of each image")
+    views: int = Field(VIEWS, ge=0, description="augmented views of each image; no more than the steps show")
     held_out: float = Field(0.2, gt=0, lt=1, description="share of the samples kept aside")
     seed: int = Field(0, description="of the samples kept aside, of views and of their order")
 
@@ -53,9 +55,14 @@ class Refinement(Settings):
         """Samples a step."""
         return self.batch or (8 if isinstance(heads[1], LanguageModel) else 64)
 
+    def views_of(self, samples: int, heads: tuple[Objective, Objective]) -> int:
+        """Augmented views of each image: the teacher answers none that no step would show."""
+        return min(self.views, self.steps * self.size(heads) // samples)
+
     def passes(self, calibration: Calibration, heads: tuple[Objective, Objective]) -> float:
         """Over all samples, with their gradients: of the steps, and of the evaluations, which are forward alone."""
-        inputs = self.steps * min(self.size(heads), calibration.samples * (1 + self.views))
+        views = self.views_of(calibration.samples, heads)
+        inputs = self.steps * min(self.size(heads), calibration.samples * (1 + views))
         return inputs / calibration.samples + LOOKS * self.held_out / 3
 
 
@@ -124,7 +131,8 @@ def refine(
         raise TaskferryError("refining needs two samples at least: one to learn from, one kept aside")
     target, progress = pair.target, pair.work.progress
     with evaluating(target):
-        lesson = lesson_of(pair, tau, labels=settings.labels, views=settings.views, seed=settings.seed)
+        views = settings.views_of(pair.calibration.samples, pair.objectives)
+        lesson = lesson_of(pair, tau, labels=settings.labels, views=views, seed=settings.seed)
         shuffled = torch.randperm(lesson.samples, generator=torch.Generator().manual_seed(settings.seed)).tolist()
         count = max(1, round(settings.held_out * lesson.samples))
         aside = shuffled[:count]
@@ -162,5 +170,5 @@ def refine(
 def usual_rate(start: TaskVector) -> float:
     """A learning rate for a change: by its form, and by the width that its matrices read."""
     widths = sorted(delta.shape[-1] for delta in start.deltas.values() if len(delta.shape) > 1)
-    factor = LORA if start.low_rank else DENSE
-    return float(f"{factor / math.sqrt(widths[len(widths) // 2] if widths else 1):.2g}")
+    width = widths[len(widths) // 2] if widths else 1
+    return float(f"{LORA / math.sqrt(width) if start.low_rank else DENSE / width:.2g}")
