@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.quality import frontier
+from benchmarks.quality import frontier_tables as frontier
 from benchmarks.quality.ways import JUDGED, STANDARD
 from benchmarks.shared import common
 from benchmarks.shared.language import language_numbers, language_table
@@ -213,7 +213,7 @@ def page() -> str:
         **{name: f"{mean[row]['recovered']:.0%}".replace("-", "−") for name, row in
            (("bico", "bico"), ("auto", "bico, automatic scale"), ("naive", "naive"), ("theseus", "theseus"))},
         **frontier_numbers(read("frontier")),
-        **steps_shares(),
+        **steps_shares(read("frontier")),
         **language_numbers(read("language_models")),
         few=few["few-shot"],
         few_bico=few["bico"],
@@ -314,13 +314,16 @@ def signed(points: float) -> str:
     return f"{points:+.1f}".replace("-", "−")
 
 
-def steps_shares() -> dict[str, str]:
-    """Of the table of steps that stands in benchmarks/results/frontier.md."""
-    table = (common.RESULTS / "frontier.md").read_text().split("\n\n")[0].splitlines()
-    found = {cells[3].strip(): [cell.strip() for cell in cells[4:8]] for cells in (row.split("|") for row in table[2:])}
-    cold, default = found["refined, no move"], found["refined from the default"]
-    names = ("r_0", "r_10", "r_30", "r_100")
-    return {**dict(zip(names, default, strict=True)), "c_100": cold[3]}
+def steps_shares(cells: dict[str, Any]) -> dict[str, str]:
+    """Of the table of steps, on the zoo with 100 samples."""
+    known = {key: cell for key, cell in cells.items() if isinstance(cell, dict)}
+    curves = {
+        curve.line: curve for curve in frontier.refined(frontier.in_table(known, frontier.ZOO, frontier.MORE), 100)
+    }
+    moved, cold = curves["refined from the default"].points, curves["refined, no move"].points
+    shares = {f"{name}_{n}": f"{statistics.mean(point.share):.0%}"
+              for name, points in (("r", moved), ("c", cold)) for n, point in points.items()}  # fmt: skip
+    return {**shares, "r_places": str(moved[100].places), "r_draws": f"{moved[100].cells / moved[100].places:.2g}"}
 
 
 def causal_share(results: dict[str, Any], cell: str) -> str:

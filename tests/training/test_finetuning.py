@@ -203,10 +203,13 @@ def looks_of(folder: Path) -> int:
 def test_the_weights_that_the_judge_likes_best_are_left() -> None:
     falling, history = judged([5.0, *(4.0 - i / 10 for i in range(10))])
     assert history.best == 10
-    third, history = judged([5.0, 4.0, 3.0, 1.0, *[2.0] * 5, 9.0])
+    third, history = judged([5.0, 4.0, 3.0, 1.0, *[2.0] * 6, 9.0])
     assert history.best == 3
-    assert [step for step, _ in history.judged] == list(range(9))  # five evaluations without a better one end it
-    first, _ = judged([5.0, 4.0, 3.0, 1.0, 1.5, 2.5, 3.5, 1.2, 1.1, 9.0])  # other words, the same choice
+    assert [step for step, _ in history.judged] == list(range(11))  # to the end: a rise is often made good there
+    late, history = judged([5.0, *[6.0] * 9, 1.0])
+    assert history.best == 10
+    assert torch.equal(late.blocks[0].weight, falling.blocks[0].weight)
+    first, _ = judged([5.0, 4.0, 3.0, 1.0, 1.5, 2.5, 3.5, 1.2, 1.1, 9.0, 9.0])  # other words, the same choice
     assert torch.equal(third.blocks[0].weight, first.blocks[0].weight)
     assert not torch.equal(third.blocks[0].weight, falling.blocks[0].weight)
 
@@ -214,7 +217,7 @@ def test_the_weights_that_the_judge_likes_best_are_left() -> None:
 def test_a_judge_that_nothing_pleases_leaves_the_start() -> None:
     torch.manual_seed(1)
     start = Small()
-    model, history = judged([1.0, 2.0, math.nan, 2.0, 2.0, 2.0])
+    model, history = judged([1.0, 2.0, math.nan, *[2.0] * 8])
     assert history.best == 0
     for a, b in zip(model.parameters(), start.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -222,7 +225,7 @@ def test_a_judge_that_nothing_pleases_leaves_the_start() -> None:
 
 @pytest.mark.parametrize("stop", [2, 4, 6])
 def test_a_judged_run_that_was_killed_ends_with_the_same_bytes(tmp_path: Path, stop: int) -> None:
-    values = [5.0, 4.0, 3.0, 1.0, *[2.0] * 5, 9.0]
+    values = [5.0, 4.0, 3.0, 1.0, *[2.0] * 6, 9.0]
     whole, _ = judged(values, tmp_path / "whole")
     judged(values, tmp_path / "half", stop)
     resumed, history = judged(values, tmp_path / "half")

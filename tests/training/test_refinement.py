@@ -126,8 +126,10 @@ def test_the_teacher_answers_no_view_that_no_step_shows(
 def test_the_rate_falls_with_the_width_of_whole_weights_and_with_its_root_of_factors() -> None:
     narrow, wide = ({"w": torch.zeros(4, width)} for width in (128, 512))
     factors = [TaskVector({"w": LowRank(torch.zeros(4, 1), each["w"][:1])}) for each in (narrow, wide)]
-    assert usual_rate(TaskVector(narrow)) == pytest.approx(4 * usual_rate(TaskVector(wide)), rel=0.05)
-    assert usual_rate(factors[0]) == pytest.approx(2 * usual_rate(factors[1]), rel=0.05)
+    assert usual_rate(TaskVector(narrow), 100) == pytest.approx(4 * usual_rate(TaskVector(wide), 100), rel=0.05)
+    assert usual_rate(factors[0], 100) == pytest.approx(2 * usual_rate(factors[1], 100), rel=0.05)
+    assert usual_rate(TaskVector(narrow), 10) == pytest.approx(usual_rate(TaskVector(narrow), 100) / 2)
+    assert usual_rate(factors[0], 10) == usual_rate(factors[0], 100)
 
 
 def test_one_sample_cannot_be_refined_on() -> None:

@@ -33,7 +33,6 @@ from taskferry.fitting.objectives import Classifier, NewHead, Objective
 from taskferry.settings import Settings
 
 CHECKPOINT, KIND = "checkpoint.safetensors", "taskferry-finetuning"
-PATIENCE = 5  # evaluations of a judge without a lower loss, after which a run ends: a first rise is often made good
 
 
 class FineTuning(Settings):
@@ -75,12 +74,6 @@ class History:
     def best(self) -> int:
         """The step with the lowest loss of the judge, the first of them; NaN is never it."""
         return min(self.judged, key=lambda at: (at[1] if at[1] == at[1] else math.inf, at[0]))[0]
-
-    @property
-    def stalled(self) -> bool:
-        """Whether the last evaluations were all worse than one before them."""
-        places = [step for step, _ in self.judged]
-        return len(places) - 1 - places.index(self.best) >= PATIENCE
 
 
 def finetune(
@@ -135,8 +128,7 @@ def finetune(
     if judge is not None and not run.best:
         run.keep()
     device, was_training = device_of(model), model.training
-    left = range(history.resumed, history.resumed if judge is not None and history.stalled else chosen.steps)
-    batches = ([data.batch(order(train, step, chosen))] for step in left)
+    batches = ([data.batch(order(train, step, chosen))] for step in range(history.resumed, chosen.steps))
     model.train(dropout)
     total = 0.0
     try:
@@ -162,8 +154,6 @@ def finetune(
                 run.keep()
             if checkpoint is not None:
                 run.save(checkpoint, done, history)
-            if judge is not None and history.stalled:
-                break
         run.restore_best()
     finally:
         model.train(was_training)

@@ -35,6 +35,7 @@ LOOKS = 10  # at the samples kept aside
 # Learning rates: of factors times the root of the width, because entries of wider weights are smaller; of whole weights
 # times the width, so that a step of AdamW changes what a layer says by the same share in models of any width.
 LORA, DENSE = 0.03, 0.09
+SHORT = 20  # steps: fewer cannot make good what steps of the full rate break first in whole weights
 STAGE = "refine"
 
 
@@ -143,7 +144,7 @@ def refine(
         protocol = FineTuning(
             steps=settings.steps,
             batch=size,
-            learning_rate=settings.learning_rate or usual_rate(start),
+            learning_rate=settings.learning_rate or usual_rate(start, settings.steps),
             weight_decay=0.0,
             warmup=min(10, settings.steps // 5),
             validation=0.0,
@@ -167,8 +168,9 @@ def refine(
     )
 
 
-def usual_rate(start: TaskVector) -> float:
-    """A learning rate for a change: by its form, and by the width that its matrices read."""
+def usual_rate(start: TaskVector, steps: int) -> float:
+    """A learning rate for a change: by its form, by the width that its matrices read, and less in a few steps."""
     widths = sorted(delta.shape[-1] for delta in start.deltas.values() if len(delta.shape) > 1)
     width = widths[len(widths) // 2] if widths else 1
-    return float(f"{LORA / math.sqrt(width) if start.low_rank else DENSE / width:.2g}")
+    found = LORA / math.sqrt(width) if start.low_rank else DENSE / width * min(1.0, steps / SHORT)
+    return float(f"{found:.2g}")

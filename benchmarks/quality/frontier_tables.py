@@ -1,0 +1,196 @@
+"""The tables and figures of quality against cost: what `frontier.py` found, over the cells of a kind.
+
+    >>> found = summed(in_table(cells, ZOO), STANDARD, 100)
+    >>> found.share, found.least, found.cpu
+
+A cell is a pair of models, a task, a number of samples and a draw; its key is "task source target samples draw".
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.quality.ways import BESIDE, SCRATCH, STANDARD, STARTS, STEPS, WAYS
+from benchmarks.shared import common
+from taskferry.report.figures import Line, lines
+
+PAIRS = (("narrow", "twin"), ("wide", "narrow"), ("narrow", "wide"), ("twin", "deep"))
+MORE_PAIRS = (("twin", "wide"), ("narrow", "deep"), ("deep", "narrow"))  # of refinement: it is told on all seven
+TASKS = ("letters", "cifar10", "occluded", "case")
+MODELS = {model for pair in PAIRS for model in pair}
+ZOO, MORE, NEW = "zoo", "zoo, three more pairs", "zoo, new tasks and a new pair"
+TEXT, EXAMPLE = "real encoders of texts", "example, by the loss"
+
+
+def group(key: str) -> str:
+    """Which table a cell belongs to."""
+    task, source, target, *_ = key.split()
+    if source not in MODELS:
+        return EXAMPLE if source == "base-a" else TEXT
+    if task in TASKS and (source, target) in PAIRS:
+        return ZOO
+    return MORE if task in TASKS and (source, target) in MORE_PAIRS else NEW
+
+
+def in_table(cells: dict[str, Any], *kinds: str) -> dict[str, Any]:
+    """The cells of some tables."""
+    return {key: known for key, known in cells.items() if group(key) in kinds}
+
+
+def grouped(cells: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Every table and number of samples, with the cells of that table."""
+    for kind, count in sorted({(group(key), int(key.split()[3])) for key in cells}):
+        yield kind, count, in_table(cells, kind)
+
+
+@dataclass
+class Found:
+    """One way at one number of samples, over the cells that it was run in."""
+
+    share: list[float]  # of the oracle's gain, for each draw: sums over pairs and tasks
+    least: float  # points over the target of the worst pair and task, in the mean over its draws
+    cpu: float
+    passes: tuple[float, float]
+    cells: int
+    places: int  # pairs and tasks
+    worst: str  # the place of the least gain
+
+
+def summed(cells: dict[str, Any], name: str, count: int) -> Found | None:
+    """Over cells of one group."""
+    gains: dict[int, list[tuple[float, float]]] = {}
+    by_place: dict[str, list[float]] = {}
+    costs = []
+    for key, known in cells.items():
+        task, source, target, number, seed = key.split()
+        way = known["ways"].get(name, {})
+        if int(number) != count or "score" not in way:
+            continue
+        gain = way["score"] - known["target"]
+        gains.setdefault(int(seed), []).append((gain, known["oracle"] - known["target"]))
+        by_place.setdefault(f"{task} {source} {target}", []).append(gain)
+        costs.append((way["cpu"], *way["passes"]))
+    if not costs:
+        return None
+    full = max(map(len, gains.values()))
+    share = [sum(g for g, _ in some) / (sum(o for _, o in some) or float("nan")) for some in gains.values()
+             if len(some) == full]  # fmt: skip
+    cpu, of_A, of_B = (statistics.mean(column) for column in zip(*costs, strict=True))
+    worst = min(by_place, key=lambda place: statistics.mean(by_place[place]))
+    least = statistics.mean(by_place[worst])
+    return Found(share, least, cpu, (of_A, of_B), len(costs), len(by_place), worst)
+
+
+def table(cells: dict[str, Any]) -> str:
+    rows = []
+    for kind, count, some in grouped(cells):
+        for name in WAYS:
+            found = summed(some, name, count)
+            if found is not None:
+                share = shown_share(found)
+                passes = " / ".join(f"{p:.1f}" for p in found.passes)
+                rows.append([kind, str(count), name, str(found.cells), f"{share} %", f"{found.least:+.2f}",
+                             f"{found.cpu:.1f}", passes])  # fmt: skip
+    header = ["", "N", "way", "cells", "share of the oracle's gain", "least gain of a pair and task, points",
+              "CPU-seconds", "passes, source / target"]  # fmt: skip
+    return common.table(header, rows)
+
+
+def never_worse_table(cells: dict[str, Any]) -> str:
+    """Ways that choose their scale: the worst pair and task at every number of samples, in the mean over draws."""
+    rows = []
+    for kind, count, some in grouped(cells):
+        for name, way in WAYS.items():
+            found = summed(some, name, count) if way.auto else None
+            if found is not None:
+                draws = f"{found.cells / found.places:.3g}"
+                rows.append([kind, str(count), name, str(found.places), draws, f"{found.least:+.2f}", found.worst])
+    header = ["", "N", "way", "pairs and tasks", "draws", "least gain, points", "where"]
+    return common.table(header, rows)
+
+
+def comparable(cells: dict[str, Any], count: int) -> dict[str, Any]:
+    """Those of one number of samples in which all kinds of way were run that were run in any."""
+    mine = {key: known for key, known in cells.items() if int(key.split()[3]) == count}
+    kinds = {key: {WAYS[name].kind for name in known["ways"] if name in WAYS} for key, known in mine.items()}
+    every = set().union(*kinds.values()) - {"refined"}  # dearer: of some of them alone, which its table says
+    return {key: known for key, known in mine.items() if every <= kinds[key]}
+
+
+@dataclass
+class Curve:
+    """What some steps of training recover, from one start."""
+
+    line: str
+    points: dict[int, Found]  # by steps; 0 is the start itself
+
+
+def refined(cells: dict[str, Any], count: int) -> list[Curve]:
+    """The curves of one number of samples, each over the cells that have some of its steps."""
+    found = []
+    for line, start in {**STARTS, SCRATCH: ""}.items():
+        names = {n: f"{line}, {n} steps" for n in STEPS}
+        same = {key: known for key, known in cells.items() if set(names.values()) & set(known["ways"])}
+        if moved := {"bico": BESIDE, "twofold": STANDARD}.get(start):
+            names = {0: moved, **names}
+        points = {n: point for n, name in names.items() if (point := summed(same, name, count)) is not None}
+        if set(points) - {0}:
+            found.append(Curve(line, points))
+    return found
+
+
+def refine_table(cells: dict[str, Any]) -> str:
+    """Share against steps, and CPU-seconds: what a move saves of a training. The zoo is told on all seven pairs."""
+    rows = []
+    for kind, count, some in grouped(cells):
+        if kind == MORE:
+            continue
+        some = in_table(cells, ZOO, MORE) if kind == ZOO else some
+        for curve in refined(some, count):
+            last = curve.points[max(curve.points)]
+            before = {} if 0 in curve.points else {0: "0 %"}
+            shown = before | {n: f"{shown_share(p)} % ({p.cpu:.0f})" for n, p in curve.points.items()}
+            draws = f"{last.cells / last.places:.2g}"
+            rows.append(
+                [kind, str(count), curve.line, str(last.places), draws, *(shown.get(n, "") for n in (0, *STEPS))]
+            )
+    header = ["", "N", "way", "pairs and tasks", "draws", "0 steps", *(f"{n} steps" for n in STEPS)]
+    return common.table(header, rows)
+
+
+def draw_refined(cells: dict[str, Any], by: str) -> str:
+    """Share with 100 samples on the zoo's seven pairs, against "steps" or against "CPU-seconds"."""
+    curves = []
+    for curve in refined(in_table(cells, ZOO, MORE), 100):
+        points = sorted(curve.points.items())
+        x: Sequence[float] = [n if by == "steps" else point.cpu for n, point in points]
+        y = [100 * statistics.mean(point.share) for _, point in points]
+        curves.append(Line(curve.line, x, y, dashed="labels" in curve.line))
+    return lines(curves, x=by, y="% of the oracle's gain", level=(0.0, "target"), height=4.0)
+
+
+def is_refined(cell: dict[str, Any]) -> bool:
+    """Whether some way of a cell was refined."""
+    return any(WAYS[name].kind == "refined" for name in cell.get("ways", {}) if name in WAYS)
+
+
+def shown_share(found: Found) -> str:
+    """Of the oracle's gain, in per cent, with its spread over draws."""
+    return common.mean_spread([100 * s for s in found.share], 0)
+
+
+def draw(cells: dict[str, Any], count: int) -> str:
+    """Share against CPU-seconds at one number of samples."""
+    curves = []
+    for line in dict.fromkeys(way.line for way in WAYS.values() if way.line):
+        found = [(f.cpu, 100 * statistics.mean(f.share)) for name, way in WAYS.items() if way.line == line
+                 for f in [summed(cells, name, count)] if f is not None]  # fmt: skip
+        if found:
+            x, y = zip(*found, strict=True)
+            curves.append(Line(line, x, y, dashed="labels" in line))
+    return lines(
+        curves, x="CPU-seconds", y="% of the oracle's gain", logarithmic="x", level=(0.0, "target"), height=4.0
+    )
