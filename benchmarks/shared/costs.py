@@ -6,7 +6,15 @@ import statistics
 from typing import Any
 
 from benchmarks.quality import frontier_tables as frontier
-from benchmarks.quality.ways import JUDGED, STANDARD
+from benchmarks.quality.ways import JUDGED, SCRATCH, STANDARD, STEPS
+from benchmarks.shared import common
+
+LINES = {
+    "refined, no move": "from scratch (`--method cold`)",
+    "refined from BiCo": "from `bico`",
+    "refined from the default": "from the default",
+    SCRATCH: "from scratch with the true labels alone (`--method cold --refine-labels 1`)",
+}
 
 
 def frontier_numbers(cells: dict[str, Any]) -> dict[str, str]:
@@ -49,12 +57,26 @@ def signed(points: float) -> str:
 
 
 def steps_shares(cells: dict[str, Any]) -> dict[str, str]:
-    """Of the table of steps, on the zoo with 100 samples."""
-    known = {key: cell for key, cell in cells.items() if isinstance(cell, dict)}
-    curves = {
-        curve.line: curve for curve in frontier.refined(frontier.in_table(known, frontier.ZOO, frontier.MORE), 100)
-    }
+    """Of training steps on the zoo, with 100 samples."""
+    curves = zoo_curves(cells)
     moved, cold = curves["refined from the default"].points, curves["refined, no move"].points
     shares = {f"{name}_{n}": f"{statistics.mean(point.share):.0%}"
               for name, points in (("r", moved), ("c", cold)) for n, point in points.items()}  # fmt: skip
     return {**shares, "r_places": str(moved[100].places), "r_draws": f"{moved[100].cells / moved[100].places:.2g}"}
+
+
+def steps_table(cells: dict[str, Any]) -> str:
+    """The same for the page on refining, with CPU-seconds."""
+    steps = [n for n in (0, *STEPS) if any(n in curve.points for curve in zoo_curves(cells).values())]
+    rows = []
+    for line, curve in zoo_curves(cells).items():
+        shown = {n: f"{frontier.shown_share(point)} % ({point.cpu:.0f})" for n, point in curve.points.items()}
+        rows.append([LINES.get(line, line), *(({0: "0 %"} | shown).get(n, "") for n in steps)])
+    return common.table(["", *(f"{n} steps" for n in steps)], rows)
+
+
+def zoo_curves(cells: dict[str, Any]) -> dict[str, frontier.Curve]:
+    """By line, on all pairs of the zoo that were refined, with 100 samples."""
+    known = {key: cell for key, cell in cells.items() if isinstance(cell, dict)}
+    found = frontier.refined(frontier.in_table(known, frontier.ZOO, frontier.MORE), 100)
+    return {curve.line: curve for curve in found}

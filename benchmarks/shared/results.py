@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.shared import common
-from benchmarks.shared.costs import frontier_numbers, steps_shares
+from benchmarks.shared.costs import frontier_numbers, steps_shares, steps_table
 from benchmarks.shared.language import language_numbers, language_table
 from benchmarks.shared.sections import SECTIONS
 from benchmarks.zoo import zoo, zoo_data
@@ -28,7 +28,8 @@ from taskferry.bench.tables import Line, from_json, lines, markdown
 
 PAGE = common.ROOT / "docs" / "results.md"
 APPENDIX = PAGE.with_name("results-tables.md")
-TABLES = tuple(PAGE.parent / f"{name}.md" for name in ("index", "performance", "scale", "analysis", "reliability"))
+PAGES = ("index", "performance", "scale", "analysis", "reliability", "how-to/refine")
+TABLES = tuple(PAGE.parent / f"{name}.md" for name in PAGES)
 README = common.ROOT / "README.md"
 BEGIN, END = "<!-- made by benchmarks/shared/results.py -->", "<!-- end -->"
 ROWS = ("naive", "theseus", "bico", "bico, automatic scale", "few-shot", "few-shot, from bico")
@@ -323,6 +324,8 @@ def with_tables(page: Path) -> str:
         found["stages"] = stages(results)
     if "<!-- language -->" in text and (results := read("language_models")):
         found["language"] = language_table(results)
+    if "<!-- refining -->" in text and (results := read("frontier")):
+        found["refining"] = steps_table(results)
     for name, table in found.items():
         before, rest = text.split(f"<!-- {name} -->")
         text = f"{before}<!-- {name} -->\n{table}\n<!-- end {name} -->{rest.split(f'<!-- end {name} -->')[1]}"
