@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from benchmarks.quality import frontier_tables as frontier
-from benchmarks.quality.ways import JUDGED, SCRATCH, STANDARD, STEPS
+from benchmarks.quality.ways import BESIDE, JUDGED, SCRATCH, STANDARD, STEPS
 from benchmarks.shared import common
 
 LINES = {
@@ -41,6 +41,10 @@ def frontier_numbers(cells: dict[str, Any]) -> dict[str, str]:
         found[f"f_worst_{count}"] = signed(min(one.least for one in every))
         found[f"f_worst_draws_{count}"] = str(min(one.cells // one.places for one in every))
     new = worst_of(known, frontier.NEW, 10)
+    texts = frontier.in_table(known, frontier.TEXT)
+    for name, way in {**ways, "auto": BESIDE, "teacher": "effort standard, no labels"}.items():
+        if (one := frontier.summed(texts, way, 100)) is not None:
+            found[f"f_text_{name}"] = f"{statistics.mean(one.share):.0%}"
     found["f_new_worst_10"] = signed(min(one.least for one in new))
     found["f_new_places_10"] = str(new[0].places)
     return found
