@@ -182,7 +182,7 @@ def draw(
         raise TaskferryError("--calibration generate: the tuned source writes the samples: give --source-tuned")
     kind, given = _kind(settings, source, target)
     length = _length(settings.max_length, source, target)
-    wanted = settings.samples
+    wanted, authors = settings.samples, "the adapters" if adapters else "the tuned source"
     shares = [len(range(i, wanted, len(adapters))) for i in range(len(adapters))] or [wanted]
     if not min(shares):
         raise TaskferryError(
@@ -199,12 +199,12 @@ def draw(
             writer = Author(model, source.tokenizer(), settings, kind, length, given, place)
             written_by, number = writer.write(wanted if trial else share, most, steps, rank, everyone)
         if len(written_by) < share and not trial:
-            raise _too_few(f"the adapter {adapters[place].name}" if adapters else "the tuned source", written_by, share)
+            raise _too_few(f"the adapter {adapters[place].name}" if adapters else authors, written_by, share)
         rows, drawn = rows + written_by, drawn + number
     seconds = (time.perf_counter() - started) * batches / drawn if trial else None
     alike = _different(rows)
     if alike < 2:
-        raise _too_few("the tuned source", rows, wanted)
+        raise _too_few(authors, rows, wanted)
     rows = [rows[i % len(rows)] for i in range(wanted)]  # of a trial, again and again
     how = {
         "prompts": settings.prompts,
@@ -216,7 +216,7 @@ def draw(
         "sha256": hashlib.sha256(lines_of(rows).encode()).hexdigest(),
         **({"adapters": [folder.name for folder in adapters]} if adapters else {}),
     }
-    return Drawn(Samples(kind, rows, None, (), "what the tuned source wrote"), how, seconds)
+    return Drawn(Samples(kind, rows, None, (), f"what {authors} wrote"), how, seconds)
 
 
 def _different(rows: Sequence[Row]) -> int:
