@@ -33,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from torch import Tensor, nn
 
-from benchmarks.quality import frontier, head
+from benchmarks.quality import frontier_tables as frontier
+from benchmarks.quality import head
 from benchmarks.shared import common
 from benchmarks.zoo import zoo_data, zoo_tasks
 from benchmarks.zoo.zoo_bench import open_short

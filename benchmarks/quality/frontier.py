@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from benchmarks.quality import frontier_tables as tables
-from benchmarks.quality.frontier_tables import PAIRS, TASKS, ZOO, grouped, summed
+from benchmarks.quality.frontier_tables import PAIRS, TASKS, WORST, ZOO, grouped, summed
 from benchmarks.quality.ways import BESIDE, STANDARD, STEPS, WAYS, Way, run_ways
 from benchmarks.shared import common
 from benchmarks.zoo import example_models, zoo_data, zoo_tasks
@@ -47,7 +47,6 @@ from taskferry.settings import CalibrationSettings
 TEXTS = ("trec", "snli")
 COUNTS = (10, 30, 100)
 KINDS = ("moved", "few-shot", "refined", "all")
-WORST = -1.0  # points
 DEARER = 2.5  # the most that the default takes, in CPU-seconds of BiCo with an automatic scale
 IMAGES = common.ROOT / "docs" / "images"
 

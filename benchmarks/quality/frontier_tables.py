@@ -9,7 +9,7 @@ A cell is a pair of models, a task, a number of samples and a draw; its key is "
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from taskferry.report.figures import Line, lines
 PAIRS = (("narrow", "twin"), ("wide", "narrow"), ("narrow", "wide"), ("twin", "deep"))
 MORE_PAIRS = (("twin", "wide"), ("narrow", "deep"), ("deep", "narrow"))  # of refinement: it is told on all seven
 TASKS = ("letters", "cifar10", "occluded", "case")
+WORST = -1.0  # points: what a way that chooses its scale may lose on a pair and task
 MODELS = {model for pair in PAIRS for model in pair}
 ZOO, MORE, NEW = "zoo", "zoo, three more pairs", "zoo, new tasks and a new pair"
 TEXT, EXAMPLE = "real encoders of texts", "example, by the loss"
@@ -122,22 +123,35 @@ def comparable(cells: dict[str, Any], count: int) -> dict[str, Any]:
 
 @dataclass
 class Curve:
-    """What some steps of training recover, from one start."""
+    """What some steps of training recover from one start, all over the same cells."""
 
     line: str
-    points: dict[int, Found]  # by steps; 0 is the start itself
+    points: dict[int, Found]  # by steps; 0 is the move that it started from, if any
+
+    @property
+    def last(self) -> Found:
+        return self.points[max(self.points)]
+
+    def shown(self) -> dict[int, str]:
+        """Shares, with CPU-seconds in brackets."""
+        return {0: "0 %"} | {n: f"{shown_share(point)} % ({point.cpu:.0f})" for n, point in self.points.items()}
 
 
 def refined(cells: dict[str, Any], count: int) -> list[Curve]:
-    """The curves of one number of samples, each over the cells that have some of its steps."""
+    """The curves of one number of samples, each over the cells that have the start and all steps that any has."""
+    some = {key: known for key, known in cells.items() if int(key.split()[3]) == count}
     found = []
     for line, start in {**STARTS, SCRATCH: ""}.items():
-        names = {n: f"{line}, {n} steps" for n in STEPS}
-        same = {key: known for key, known in cells.items() if set(names.values()) & set(known["ways"])}
+        names = {
+            n: name for n in STEPS if any((name := f"{line}, {n} steps") in known["ways"] for known in some.values())
+        }
+        if not names:
+            continue
         if moved := {"bico": BESIDE, "twofold": STANDARD}.get(start):
             names = {0: moved, **names}
-        points = {n: point for n, name in names.items() if (point := summed(same, name, count)) is not None}
-        if set(points) - {0}:
+        whole = {key: known for key, known in some.items() if set(names.values()) <= set(known["ways"])}
+        points = {n: point for n, name in names.items() if (point := summed(whole, name, count)) is not None}
+        if points:
             found.append(Curve(line, points))
     return found
 
@@ -148,16 +162,12 @@ def refine_table(cells: dict[str, Any]) -> str:
     for kind, count, some in grouped(cells):
         if kind == MORE:
             continue
-        some = in_table(cells, ZOO, MORE) if kind == ZOO else some
-        for curve in refined(some, count):
-            last = curve.points[max(curve.points)]
-            before = {} if 0 in curve.points else {0: "0 %"}
-            shown = before | {n: f"{shown_share(p)} % ({p.cpu:.0f})" for n, p in curve.points.items()}
-            draws = f"{last.cells / last.places:.2g}"
-            rows.append(
-                [kind, str(count), curve.line, str(last.places), draws, *(shown.get(n, "") for n in (0, *STEPS))]
-            )
-    header = ["", "N", "way", "pairs and tasks", "draws", "0 steps", *(f"{n} steps" for n in STEPS)]
+        told = (kind, some) if kind != ZOO else ("zoo, seven pairs", in_table(cells, ZOO, MORE))
+        for curve in refined(told[1], count):
+            shown, last = curve.shown(), curve.last
+            counts = [str(count), curve.line, str(last.places), str(last.cells)]
+            rows.append([told[0], *counts, *(shown.get(n, "") for n in (0, *STEPS))])
+    header = ["", "N", "way", "pairs and tasks", "cells", "0 steps", *(f"{n} steps" for n in STEPS)]
     return common.table(header, rows)
 
 
@@ -165,10 +175,12 @@ def draw_refined(cells: dict[str, Any], by: str) -> str:
     """Share with 100 samples on the zoo's seven pairs, against "steps" or against "CPU-seconds"."""
     curves = []
     for curve in refined(in_table(cells, ZOO, MORE), 100):
-        points = sorted(curve.points.items())
-        x: Sequence[float] = [n if by == "steps" else point.cpu for n, point in points]
-        y = [100 * statistics.mean(point.share) for _, point in points]
-        curves.append(Line(curve.line, x, y, dashed="labels" in curve.line))
+        points = {} if 0 in curve.points else {0.0: 0.0}
+        points |= {
+            float(n) if by == "steps" else point.cpu: 100 * statistics.mean(point.share)
+            for n, point in curve.points.items()
+        }
+        curves.append(Line(curve.line, list(points), list(points.values()), dashed="labels" in curve.line))
     return lines(curves, x=by, y="% of the oracle's gain", level=(0.0, "target"), height=4.0)
 
 

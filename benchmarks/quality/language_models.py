@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from benchmarks.quality import frontier, ways
+from benchmarks.quality import frontier_tables as frontier
+from benchmarks.quality import ways
 from benchmarks.shared import common
 from benchmarks.zoo import zoo_data
 from taskferry import TaskVector, load_model, load_samples, load_tuned

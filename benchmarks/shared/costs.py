@@ -47,6 +47,7 @@ def frontier_numbers(cells: dict[str, Any]) -> dict[str, str]:
             found[f"f_text_{name}"] = f"{statistics.mean(one.share):.0%}"
     found["f_new_worst_10"] = signed(min(one.least for one in new))
     found["f_new_places_10"] = str(new[0].places)
+    found["f_new_draws_10"] = str(min(one.cells // one.places for one in new))
     return found
 
 
@@ -66,17 +67,17 @@ def steps_shares(cells: dict[str, Any]) -> dict[str, str]:
     moved, cold = curves["refined from the default"].points, curves["refined, no move"].points
     shares = {f"{name}_{n}": f"{statistics.mean(point.share):.0%}"
               for name, points in (("r", moved), ("c", cold)) for n, point in points.items()}  # fmt: skip
-    return {**shares, "r_places": str(moved[100].places), "r_draws": f"{moved[100].cells / moved[100].places:.2g}"}
+    return {**shares, "r_places": str(moved[100].places), "r_cells": str(moved[100].cells)}
 
 
 def steps_table(cells: dict[str, Any]) -> str:
-    """The same for the page on refining, with CPU-seconds."""
-    steps = [n for n in (0, *STEPS) if any(n in curve.points for curve in zoo_curves(cells).values())]
-    rows = []
-    for line, curve in zoo_curves(cells).items():
-        shown = {n: f"{frontier.shown_share(point)} % ({point.cpu:.0f})" for n, point in curve.points.items()}
-        rows.append([LINES.get(line, line), *(({0: "0 %"} | shown).get(n, "") for n in steps)])
-    return common.table(["", *(f"{n} steps" for n in steps)], rows)
+    """The same for the page on refining, with CPU-seconds, and how many cells each row has."""
+    curves = zoo_curves(cells).values()
+    steps = [n for n in (0, *STEPS) if any(n in curve.points for curve in curves)]
+    rows = [
+        [LINES[c.line], *(c.shown().get(n, "") for n in steps), str(c.last.places), str(c.last.cells)] for c in curves
+    ]
+    return common.table(["", *(f"{n} steps" for n in steps), "pairs with a task", "cells"], rows)
 
 
 def zoo_curves(cells: dict[str, Any]) -> dict[str, frontier.Curve]:

@@ -41,6 +41,13 @@ def test_a_copy_is_the_same_picture_at_both_resolutions_and_not_the_sample() -> 
         assert float((A - original).norm() / original.norm()) > 0.15
 
 
+def test_what_is_known_of_samples_is_blended_as_their_pictures_are() -> None:
+    views = Views(images(10), views=3, strength=0.0)  # nothing but blending is left
+    pictures = views.side(0, range(40)).inputs["x"].flatten(1)
+    assert torch.allclose(views.blend(smooth(10, 32).flatten(1), range(40)), pictures, atol=1e-4)
+    assert not torch.allclose(pictures[10:20], pictures[:10], atol=0.1)
+
+
 def test_a_copy_does_not_depend_on_what_it_is_asked_for_with() -> None:
     views = Views(images(10), views=3)
     alone, together = views.pair([23])[0].inputs["x"], views.pair([5, 38, 23])[0].inputs["x"]

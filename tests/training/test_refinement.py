@@ -23,7 +23,6 @@ from taskferry.jobs.transfer import transfer
 from taskferry.methods import Job, run
 from taskferry.sites.discovery import find_sites
 from taskferry.taskvector import as_dense
-from taskferry.training import refinement
 from taskferry.training.refinement import Refinement, refine, usual_rate
 from taskferry.training.students import learning
 from tests.helpers import folders
@@ -108,28 +107,25 @@ def test_a_refinement_that_only_harms_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(("steps", "views"), [(1, 2), (2, 4), (100, 15)])
-def test_the_teacher_answers_no_view_that_no_step_shows(
-    steps: int, views: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """24 images, 48 a step: a first step shows two of each."""
-    given = job("vit", (16, 2), (24, 3))
-    asked: list[int] = []
-    lesson = refinement.lesson_of
-    monkeypatch.setattr(
-        refinement, "lesson_of", lambda *of, views, **named: asked.append(views) or lesson(*of, views=0, **named)
-    )
-    settings = Refinement(steps=steps, batch=2 * given.calibration.samples, learning_rate=1e-9)
-    refine(given.pair, given.tau, run("cold", given).tau, settings)
-    assert asked == [views]
+def test_views_are_about_as_many_as_the_steps_show(steps: int, views: int) -> None:
+    pictures, texts = job("vit"), job("bert-classifier")
+    classes, settings = texts.pair.objectives, Refinement(steps=steps, batch=2 * 24)
+    assert settings.views_of(pictures.calibration, classes) == views
+    taught = settings.model_copy(update={"labels": 1.0})
+    assert taught.views_of(pictures.calibration, classes) == 0
+    assert settings.views_of(pictures.calibration, pictures.pair.objectives) == 0  # taught by likeness
+    assert settings.views_of(texts.calibration, classes) == 0
 
 
 def test_the_rate_falls_with_the_width_of_whole_weights_and_with_its_root_of_factors() -> None:
-    narrow, wide = ({"w": torch.zeros(4, width)} for width in (128, 512))
-    factors = [TaskVector({"w": LowRank(torch.zeros(4, 1), each["w"][:1])}) for each in (narrow, wide)]
+    narrow, wide = ({"w": torch.zeros(2048, width)} for width in (128, 512))
+    factors = [TaskVector({"w": LowRank(torch.zeros(2048, 1), each["w"][:1])}) for each in (narrow, wide)]
     assert usual_rate(TaskVector(narrow), 100) == pytest.approx(4 * usual_rate(TaskVector(wide), 100), rel=0.05)
     assert usual_rate(factors[0], 100) == pytest.approx(2 * usual_rate(factors[1], 100), rel=0.05)
     assert usual_rate(TaskVector(narrow), 10) == pytest.approx(usual_rate(TaskVector(narrow), 100) / 2)
     assert usual_rate(factors[0], 10) == usual_rate(factors[0], 100)
+    assert usual_rate(TaskVector({"w": narrow["w"].T}), 100) == usual_rate(TaskVector(narrow), 100)  # stored [in, out]
+    assert usual_rate(TaskVector({"bias": torch.zeros(3)}), 100) < 1e-3
 
 
 def test_one_sample_cannot_be_refined_on() -> None:

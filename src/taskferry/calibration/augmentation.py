@@ -4,8 +4,8 @@
     >>> A, B = views.pair([3, 141])              # the third sample as it is, and a copy of sample 41
 
 A copy is turned, stretched and shifted a little, its contrast changed, and some (half, unless told) are blended with
-another sample. Labels do not survive that: what a copy is, only a model can say. Coordinates are relative to the image,
-so two models of different resolution see the same picture. Texts have no views.
+another sample: what a copy then is, a model says best, and labels are blended in the same shares. Coordinates are
+relative to the image, so two models of different resolution see the same picture. Texts have no views.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ class Views:
     def side(self, which: int, indices: Sequence[int]) -> Batch:
         """These inputs as one of the models takes them."""
         numbers = torch.stack([self._numbers(i) for i in indices])  # [n, 14] in 0 … 1
-        of = torch.tensor([i % self.samples for i in indices])
-        other = (numbers[:, 13] * self.samples).long().clamp_max(self.samples - 1)
+        of, other, share = self._parts(indices, numbers)
         copied = torch.tensor([i >= self.samples for i in indices])
-        share = torch.where(numbers[:, 12] < self.blended, numbers[:, 12], 0.0)  # of the other sample
         changed = {}
         for name, x in self.sides[which].items():
             if not bool(copied.any()):
@@ -63,6 +61,18 @@ class Views:
             keep = copied[:, None, None, None].to(x.device)
             changed[name] = torch.where(keep, mine, x[of])
         return Batch(changed, ids=tuple(indices))
+
+    def blend(self, values: Tensor, indices: Sequence[int]) -> Tensor:
+        """[n, …] what is known of each sample, [N, …], in the shares that these inputs have of two of them."""
+        of, other, share = self._parts(indices, torch.stack([self._numbers(i) for i in indices]))
+        part = torch.where(torch.tensor(indices) >= self.samples, share, 0.0).to(values)[:, None]
+        return (1 - part) * values[of] + part * values[other]
+
+    def _parts(self, indices: Sequence[int], numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[n] each: the sample, the one that is blended into a copy of it, and the share of that."""
+        of = torch.tensor([i % self.samples for i in indices])
+        other = (numbers[:, 13] * self.samples).long().clamp_max(self.samples - 1)
+        return of, other, torch.where(numbers[:, 12] < self.blended, numbers[:, 12], 0.0)
 
     def _numbers(self, index: int) -> Tensor:
         """The same for the same input, whatever it is asked for with."""

@@ -26,9 +26,7 @@ def distil(
     steps: Annotated[int, "optimiser steps"] = 100,
     learning_rate: Annotated[float | None, "of AdamW, at the end of the warm-up"] = None,
     batch: Annotated[int | None, "inputs a step"] = None,
-    views: Annotated[
-        int, "augmented views of each image, made for both models alike; no more than the steps show"
-    ] = VIEWS,
+    views: Annotated[int, "augmented views of each image, made for both models alike"] = VIEWS,
     labels: Annotated[float, "share of the loss that the data's own labels get"] = 0.0,
     start: Annotated[Literal["bico", "twofold", "cold"], "the method whose result is refined"] = "bico",
     seed: Annotated[int, "of the views and their order"] = 0,

@@ -91,7 +91,7 @@ def finetune(
 
     Parameters that require no gradient stay, so a PEFT model trains its adapter alone; where none requires one, all
     (or all in blocks) are trained. A `judge` gives a loss on samples kept aside: the weights at its lowest are what
-    is left, those of the start among them, and the run ends once it has stopped falling. `dropout=False` trains in
+    is left, those of the start among them; a run goes to its end, where the rate has fallen. `dropout=False` trains in
     eval mode. `progress=True` shows a bar; a function is called with (step, steps, loss).
     """
     chosen, tell = settings or FineTuning(), told(progress, "fine-tuning")

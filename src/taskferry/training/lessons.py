@@ -63,11 +63,11 @@ class Lesson(Objective):
 def lesson_of(pair: ModelPair, tau: TaskVector, *, labels: float = 0.0, views: int = VIEWS, seed: int = 0) -> Lesson:
     """What a source with its task vector teaches; `labels` is the share of the loss that the data's own labels get."""
     models, calibration, heads = (pair.source, pair.target), pair.calibration, pair.objectives
-    classes = [head for head in heads if isinstance(head, Classifier) and not head.fitted]
+    classes = class_heads(heads)
     with moved_by(pair.source, tau) as set_scale, evaluating(pair.source), torch.no_grad():
         set_scale(1.0)
-        if len(classes) == 2:
-            return Classes(models, calibration, (classes[0], classes[1]), labels, views, seed)
+        if classes is not None:
+            return Classes(models, calibration, classes, labels, views, seed)
         if all(isinstance(head, LanguageModel) for head in heads):
             return Tokens(models, calibration, labels)
         if all(isinstance(head, Classifier) for head in heads):
@@ -78,6 +78,14 @@ def lesson_of(pair: ModelPair, tau: TaskVector, *, labels: float = 0.0, views: i
         f"the tuned source cannot teach by {heads[0].describe()}: a refinement needs models that score classes, "
         "language models, or encoders with a head made from labels"
     )
+
+
+def class_heads(heads: tuple[Objective, Objective]) -> tuple[Classifier, Classifier] | None:
+    """Both, where they score classes by a head of their own."""
+    A, B = heads
+    if isinstance(A, Classifier) and isinstance(B, Classifier) and not A.fitted and not B.fitted:
+        return A, B
+    return None
 
 
 class Classes(Lesson):
@@ -102,7 +110,7 @@ class Classes(Lesson):
             if calibration.labels is None:
                 raise TaskferryError("labels cannot be mixed in: the samples have none")
             true = F.one_hot(calibration.labels, self.answers.shape[1]).to(self.answers)
-            self.answers[: self.samples] = (1 - labels) * self.answers[: self.samples] + labels * true
+            self.answers = (1 - labels) * self.answers + labels * self.views.blend(true, range(len(self)))
         self.logits: Logits = heads[1].logits(models[1], calibration.side(1))
 
     def loss(self, batch: Batch) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from pydantic import Field
 
+from taskferry.calibration.augmentation import are_images
 from taskferry.calibration.batch import Batch, Calibration
 from taskferry.engines.pair import ModelPair
 from taskferry.errors import TaskferryError
@@ -28,13 +29,14 @@ from taskferry.fitting.scale import calibration_loss
 from taskferry.settings import Settings
 from taskferry.taskvector import TaskVector
 from taskferry.training.finetuning import FineTuning, finetune
-from taskferry.training.lessons import VIEWS, Lesson, lesson_of
+from taskferry.training.lessons import VIEWS, Lesson, class_heads, lesson_of
 from taskferry.training.students import learning
 
 LOOKS = 10  # at the samples kept aside
-# Learning rates: of factors times the root of the width, because entries of wider weights are smaller; of whole weights
-# times the width, so that a step of AdamW changes what a layer says by the same share in models of any width.
+# Learning rates. That of factors is divided by the root of the width, because entries of wider weights are smaller;
+# that of whole weights by the width, so that a step of AdamW changes what a layer says by a like share at any width.
 LORA, DENSE = 0.03, 0.09
+USUAL_WIDTH = 768  # of a change without matrices
 SHORT = 20  # steps: fewer cannot make good what steps of the full rate break first in whole weights
 STAGE = "refine"
 
@@ -44,11 +46,13 @@ class Refinement(Settings):
 
     steps: int = Field(100, ge=1, description="optimiser steps")
     learning_rate: float | None = Field(
-        None, gt=0, description="of AdamW, at the end of its warm-up; by the width of the layers unless given"
+        None, gt=0, description="of AdamW, at the end of its warm-up; by form, width and steps unless given"
     )
     labels: float = Field(0.0, ge=0, le=1, description="share of the loss that the data's own labels get")
     batch: int | None = Field(None, ge=1, description="samples a step; 8 texts of a language model, 64 of all others")
-    views: int = Field(VIEWS, ge=0, description="augmented views of each image; no more than the steps show")
+    views: int = Field(
+        VIEWS, ge=0, description="augmented views of each image, about as many as the steps show at most"
+    )
     held_out: float = Field(0.2, gt=0, lt=1, description="share of the samples kept aside")
     seed: int = Field(0, description="of the samples kept aside, of views and of their order")
 
@@ -56,13 +60,15 @@ class Refinement(Settings):
         """Samples a step."""
         return self.batch or (8 if isinstance(heads[1], LanguageModel) else 64)
 
-    def views_of(self, samples: int, heads: tuple[Objective, Objective]) -> int:
-        """Augmented views of each image: the teacher answers none that no step would show."""
-        return min(self.views, self.steps * self.size(heads) // samples)
+    def views_of(self, calibration: Calibration, heads: tuple[Objective, Objective]) -> int:
+        """Augmented views of each image, about as many as the steps show; none where the labels alone teach."""
+        if self.labels == 1 or class_heads(heads) is None or not are_images(calibration):
+            return 0
+        return min(self.views, self.steps * self.size(heads) // calibration.samples)
 
     def passes(self, calibration: Calibration, heads: tuple[Objective, Objective]) -> float:
         """Over all samples, with their gradients: of the steps, and of the evaluations, which are forward alone."""
-        views = self.views_of(calibration.samples, heads)
+        views = self.views_of(calibration, heads)
         inputs = self.steps * min(self.size(heads), calibration.samples * (1 + views))
         return inputs / calibration.samples + LOOKS * self.held_out / 3
 
@@ -132,7 +138,7 @@ def refine(
         raise TaskferryError("refining needs two samples at least: one to learn from, one kept aside")
     target, progress = pair.target, pair.work.progress
     with evaluating(target):
-        views = settings.views_of(pair.calibration.samples, pair.objectives)
+        views = settings.views_of(pair.calibration, pair.objectives)
         lesson = lesson_of(pair, tau, labels=settings.labels, views=views, seed=settings.seed)
         shuffled = torch.randperm(lesson.samples, generator=torch.Generator().manual_seed(settings.seed)).tolist()
         count = max(1, round(settings.held_out * lesson.samples))
@@ -169,8 +175,8 @@ def refine(
 
 
 def usual_rate(start: TaskVector, steps: int) -> float:
-    """A learning rate for a change: by its form, by the width that its matrices read, and less in a few steps."""
-    widths = sorted(delta.shape[-1] for delta in start.deltas.values() if len(delta.shape) > 1)
-    width = widths[len(widths) // 2] if widths else 1
+    """A learning rate for a change: by its form, by the width of its layers, and less in a few steps."""
+    widths = sorted(min(delta.shape) for delta in start.deltas.values() if len(delta.shape) > 1)
+    width = widths[len(widths) // 2] if widths else USUAL_WIDTH
     found = LORA / math.sqrt(width) if start.low_rank else DENSE / width * min(1.0, steps / SHORT)
     return float(f"{found:.2g}")
