@@ -157,12 +157,12 @@ def refined(cells: dict[str, Any], count: int) -> list[Curve]:
 
 
 def refine_table(cells: dict[str, Any]) -> str:
-    """Share against steps, and CPU-seconds: what a move saves of a training. The zoo is told on all seven pairs."""
+    """Share against steps, and CPU-seconds: what a move saves of a training. The zoo is told on all pairs that were run."""
     rows = []
     for kind, count, some in grouped(cells):
         if kind == MORE:
             continue
-        told = (kind, some) if kind != ZOO else ("zoo, seven pairs", in_table(cells, ZOO, MORE))
+        told = (kind, some) if kind != ZOO else ("zoo, all pairs", in_table(cells, ZOO, MORE))
         for curve in refined(told[1], count):
             shown, last = curve.shown(), curve.last
             counts = [str(count), curve.line, str(last.places), str(last.cells)]
@@ -172,7 +172,7 @@ def refine_table(cells: dict[str, Any]) -> str:
 
 
 def draw_refined(cells: dict[str, Any], by: str) -> str:
-    """Share with 100 samples on the zoo's seven pairs, against "steps" or against "CPU-seconds"."""
+    """Share with 100 samples on all pairs of the zoo that were run, against "steps" or against "CPU-seconds"."""
     curves = []
     for curve in refined(in_table(cells, ZOO, MORE), 100):
         points = {} if 0 in curve.points else {0.0: 0.0}

@@ -12,10 +12,10 @@ that train stand beside them, because that is what a user would do instead: few-
 refining towards the tuned source, which needs none (`--refine`); from scratch and from what was moved. Fine-tunes of
 150 steps. A share is the sum of the gains over the cells, over the sum of the oracle's; a cell is a pair, a task and
 a draw. Rows that train were run in fewer cells: compare rows with the same number of them; the figures draw the cells
-that all rows share. The first table has share by training steps, CPU-seconds in brackets, on all seven pairs of the
-zoo. *Least gain* is that of the worst pair and task, in points over the target; the second table has it for every row
-that chooses its scale, with the cell where it is. The new tasks (traffic signs, textures) and the new pair (deep →
-wide) are held out: nothing was ever chosen on them.""",
+that all rows share. The first table has share by training steps, CPU-seconds in brackets, on all pairs of the zoo
+that were run. *Least gain* is that of the worst pair and task, in points over the target; the second table has it for
+every row that chooses its scale, with the cell where it is. The new tasks (traffic signs, textures) and the new pair
+(deep → wide) are held out: nothing was ever chosen on them.""",
     ),
     "beyond": (
         "Beyond the paper",

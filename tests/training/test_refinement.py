@@ -217,9 +217,11 @@ def test_settings_of_a_refinement_need_one(pair: dict[str, Any], tmp_path: Path)
     found = json.loads(plan.out)["plan"]
     assert found["stages"]["refine"] > 0
     assert "3 training steps" in found["refine"]
-    assert "cheaper" not in found
+    assert "with three times the steps" in found["cheaper"]
     many = taskferry("transfer", *words(pair), *out, "--refine", 100, "--dry-run", "--json").json["plan"]
-    assert many["cheaper"].startswith("--method cold")
+    assert many["cheaper"].startswith("--method cold: training alone with so many steps")
+    cold = taskferry("transfer", *words(pair), *out, "--method", "cold", "--refine", 3, "--dry-run", "--json")
+    assert "cheaper" not in cold.json["plan"]
 
 
 def test_a_plan_for_real_language_models_says_what_got_further(

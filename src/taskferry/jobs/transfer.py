@@ -29,7 +29,7 @@ from taskferry.methods.registry import without_move
 from taskferry.taskvector import LazyDeltas, TaskVector
 from taskferry.training.refinement import STAGE, refine
 
-MANY_STEPS = 100  # from where on a moved start was no better than none (docs/how-to/refine.md)
+MANY_STEPS = 100  # from where on a moved start was hardly better than none (docs/how-to/refine.md)
 REAL = 100_000_000  # parameters of the smallest language models that this was measured on (docs/results.md)
 ENGINES = {"whole": "both models in memory", "blockwise": "one block at a time", "ranks": "several processes"}
 
@@ -215,12 +215,13 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
 
 
 def _refining(settings: TransferSettings) -> dict[str, str]:
-    """The training after the move, and what is cheaper where so many steps were seen to make up for the move."""
+    """The training after the move, and what was cheaper where both were measured."""
     if not settings.refine:
         return {}
     lines, start = {"refine": f"{settings.refine} training steps towards the tuned source"}, without_move().name
-    if settings.refine >= MANY_STEPS and settings.method != start:
-        lines["cheaper"] = f"--method {start}: with so many steps training alone got as far on small models"
+    if settings.method != start:
+        steps = "so many steps" if settings.refine >= MANY_STEPS else "three times the steps"
+        lines["cheaper"] = f"--method {start}: training alone with {steps} got as far on small models"
     return lines
 
 
