@@ -157,7 +157,7 @@ def refined(cells: dict[str, Any], count: int) -> list[Curve]:
 
 
 def refine_table(cells: dict[str, Any]) -> str:
-    """Share against steps, and CPU-seconds: what a move saves of a training. The zoo is told on all pairs that were run."""
+    """Share against steps, and CPU-seconds: what a move saves of a training; the zoo on all pairs that were run."""
     rows = []
     for kind, count, some in grouped(cells):
         if kind == MORE:

@@ -34,7 +34,7 @@ def frontier_numbers(cells: dict[str, Any]) -> dict[str, str]:
                 raise SystemExit(f"benchmarks/results/frontier.json has no '{way}' with {count} samples")
             found[f"f_{name}_{count}"] = f"{statistics.mean(one.share):.0%}"
             found[f"f_places_{count}"] = str(one.places)
-            found[f"f_draws_{count}"] = "one draw" if len(one.share) == 1 else f"{len(one.share)} draws"
+            found[f"f_draws_{count}"] = draws(len(one.share))
             found[f"f_{name}_least_{count}"] = signed(one.least)
     for count in (10, 20, 50, 100):
         every = worst_of(known, frontier.ZOO, count)
@@ -57,6 +57,10 @@ def worst_of(cells: dict[str, Any], kind: str, count: int) -> list[frontier.Foun
     return [found for way in JUDGED if (found := frontier.summed(some, way, count)) is not None]
 
 
+def draws(count: int) -> str:
+    return "one draw" if count == 1 else f"{count} draws"
+
+
 def signed(points: float) -> str:
     return f"{points:+.1f}".replace("-", "−")
 
@@ -67,7 +71,8 @@ def steps_shares(cells: dict[str, Any]) -> dict[str, str]:
     moved, cold = curves["refined from the default"].points, curves["refined, no move"].points
     shares = {f"{name}_{n}": f"{statistics.mean(point.share):.0%}"
               for name, points in (("r", moved), ("c", cold)) for n, point in points.items()}  # fmt: skip
-    return {**shares, "r_places": str(moved[100].places), "r_cells": str(moved[100].cells)}
+    last = moved[100]
+    return {**shares, "r_places": str(last.places), "r_draws": draws(last.cells // last.places)}
 
 
 def steps_table(cells: dict[str, Any]) -> str:
