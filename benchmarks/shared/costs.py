@@ -17,10 +17,10 @@ LINES = {
 }
 
 
-def frontier_numbers(cells: dict[str, Any]) -> dict[str, str]:
+def frontier_numbers(results: dict[str, Any]) -> dict[str, str]:
     """Shares of the zoo by number of samples, in how many cells, for the text of the findings."""
     ways = {"bico": "BiCo at scale 1", "standard": STANDARD, "thorough": "+ augmented views: effort thorough"}
-    known = {key: cell for key, cell in cells.items() if isinstance(cell, dict)}
+    known = cells_of(results)
     zoo_cells = {
         key: cell
         for key, cell in frontier.in_table(known, frontier.ZOO).items()
@@ -65,9 +65,9 @@ def signed(points: float) -> str:
     return f"{points:+.1f}".replace("-", "−")
 
 
-def steps_shares(cells: dict[str, Any]) -> dict[str, str]:
+def steps_shares(results: dict[str, Any]) -> dict[str, str]:
     """Of training steps on the zoo, with 100 samples."""
-    curves = zoo_curves(cells)
+    curves = zoo_curves(results)
     moved, cold = curves["refined from the default"].points, curves["refined, no move"].points
     shares = {f"{name}_{n}": f"{statistics.mean(point.share):.0%}"
               for name, points in (("r", moved), ("c", cold)) for n, point in points.items()}  # fmt: skip
@@ -75,9 +75,9 @@ def steps_shares(cells: dict[str, Any]) -> dict[str, str]:
     return {**shares, "r_places": str(last.places), "r_draws": draws(last.cells // last.places)}
 
 
-def steps_table(cells: dict[str, Any]) -> str:
+def steps_table(results: dict[str, Any]) -> str:
     """The same for the page on refining, with CPU-seconds, and how many cells each row has."""
-    curves = zoo_curves(cells).values()
+    curves = zoo_curves(results).values()
     steps = [n for n in (0, *STEPS) if any(n in curve.points for curve in curves)]
     rows = [
         [LINES[c.line], *(c.shown().get(n, "") for n in steps), str(c.last.places), str(c.last.cells)] for c in curves
@@ -85,8 +85,12 @@ def steps_table(cells: dict[str, Any]) -> str:
     return common.table(["", *(f"{n} steps" for n in steps), "pairs with a task", "cells"], rows)
 
 
-def zoo_curves(cells: dict[str, Any]) -> dict[str, frontier.Curve]:
+def zoo_curves(results: dict[str, Any]) -> dict[str, frontier.Curve]:
     """By line, on all pairs of the zoo that were refined, with 100 samples."""
-    known = {key: cell for key, cell in cells.items() if isinstance(cell, dict)}
-    found = frontier.refined(frontier.in_table(known, frontier.ZOO, frontier.MORE), 100)
+    found = frontier.refined(frontier.in_table(cells_of(results), frontier.ZOO, frontier.MORE), 100)
     return {curve.line: curve for curve in found}
+
+
+def cells_of(results: dict[str, Any]) -> dict[str, Any]:
+    """What a file of results holds beside its seconds."""
+    return {key: cell for key, cell in results.items() if isinstance(cell, dict)}

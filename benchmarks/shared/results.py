@@ -203,7 +203,7 @@ def plain_part(name: str, title: str, words: str) -> list[str]:
 
 def page() -> str:
     """The findings and their figures."""
-    zoo_results, real, causal = (read(name) for name in ("zoo", "real_pairs", "causal"))
+    zoo_results, real, causal, costs = (read(name) for name in ("zoo", "real_pairs", "causal", "frontier"))
     mean, scenarios = zoo.averages(zoo_results), zoo.at_hundred(zoo_results)
     few = {row[0]: row[2] for row in few_shot_rows(scenarios)}
     vision = {line.row: line for line in real_lines(real["real/vision"], "cifar10")}
@@ -212,8 +212,8 @@ def page() -> str:
         tasks=max(len(s[TARGET]) for g in scenarios.values() for s in g.values()),
         **{name: f"{mean[row]['recovered']:.0%}".replace("-", "−") for name, row in
            (("bico", "bico"), ("auto", "bico, automatic scale"), ("naive", "naive"), ("theseus", "theseus"))},
-        **frontier_numbers(read("frontier")),
-        **steps_shares(read("frontier")),
+        **frontier_numbers(costs),
+        **steps_shares(costs),
         **language_numbers(read("language_models")),
         few=few["few-shot"],
         few_bico=few["bico"],

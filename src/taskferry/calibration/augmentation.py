@@ -45,9 +45,7 @@ class Views:
 
     def side(self, which: int, indices: Sequence[int]) -> Batch:
         """These inputs as one of the models takes them."""
-        numbers = torch.stack([self._numbers(i) for i in indices])  # [n, 14] in 0 … 1
-        of, other, share = self._parts(indices, numbers)
-        copied = torch.tensor([i >= self.samples for i in indices])
+        numbers, copied, of, other, share = self._parts(indices)
         changed = {}
         for name, x in self.sides[which].items():
             if not bool(copied.any()):
@@ -64,15 +62,18 @@ class Views:
 
     def blend(self, values: Tensor, indices: Sequence[int]) -> Tensor:
         """[n, …] what is known of each sample, [N, …], in the shares that these inputs have of two of them."""
-        of, other, share = self._parts(indices, torch.stack([self._numbers(i) for i in indices]))
-        part = torch.where(torch.tensor(indices) >= self.samples, share, 0.0).to(values)[:, None]
+        _, _, of, other, share = self._parts(indices)
+        part = share.to(values)[:, None]
         return (1 - part) * values[of] + part * values[other]
 
-    def _parts(self, indices: Sequence[int], numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[n] each: the sample, the one that is blended into a copy of it, and the share of that."""
+    def _parts(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Numbers [n, 14] in 0 … 1; [n] each: whether a copy, its sample, the one blended in, the share of that."""
+        numbers = torch.stack([self._numbers(i) for i in indices])
+        copied = torch.tensor([i >= self.samples for i in indices])
         of = torch.tensor([i % self.samples for i in indices])
         other = (numbers[:, 13] * self.samples).long().clamp_max(self.samples - 1)
-        return of, other, torch.where(numbers[:, 12] < self.blended, numbers[:, 12], 0.0)
+        blended = copied & (numbers[:, 12] < self.blended)
+        return numbers, copied, of, other, torch.where(blended, numbers[:, 12], 0.0)
 
     def _numbers(self, index: int) -> Tensor:
         """The same for the same input, whatever it is asked for with."""

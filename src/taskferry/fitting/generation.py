@@ -202,8 +202,8 @@ def draw(
             raise _too_few(f"the adapter {adapters[place].name}" if adapters else authors, written_by, share)
         rows, drawn = rows + written_by, drawn + number
     seconds = (time.perf_counter() - started) * batches / drawn if trial else None
-    alike = _different(rows)
-    if alike < 2:
+    distinct = _different(rows)
+    if distinct < 2:
         raise _too_few(authors, rows, wanted)
     rows = [rows[i % len(rows)] for i in range(wanted)]  # of a trial, again and again
     how = {
@@ -211,7 +211,7 @@ def draw(
         "temperature": settings.temperature,
         "seed": settings.seed,
         "samples": wanted,
-        "distinct": alike,
+        "distinct": distinct,
         "length": length,
         "sha256": hashlib.sha256(lines_of(rows).encode()).hexdigest(),
         **({"adapters": [folder.name for folder in adapters]} if adapters else {}),
