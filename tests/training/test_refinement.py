@@ -117,6 +117,14 @@ def test_views_are_about_as_many_as_the_steps_show(steps: int, views: int) -> No
     assert settings.views_of(texts.calibration, classes) == 0
 
 
+def test_passes_count_the_steps_the_teacher_and_the_samples_kept_aside() -> None:
+    """In passes with gradients over 24 samples: two steps of 48, one of the teacher with 4 views each, ten looks."""
+    pictures, texts = job("vit"), job("bert-classifier")
+    settings = Refinement(steps=2, batch=48, held_out=0.3)
+    found = settings.passes(pictures.calibration, texts.pair.objectives)
+    assert found == pytest.approx(2 * 48 / 24 + (1 + 4) / 3 + 10 * 0.3 / 3)
+
+
 def test_the_rate_falls_with_the_width_of_whole_weights_and_with_its_root_of_factors() -> None:
     narrow, wide = ({"w": torch.zeros(2048, width)} for width in (128, 512))
     factors = [TaskVector({"w": LowRank(torch.zeros(2048, 1), each["w"][:1])}) for each in (narrow, wide)]

@@ -126,7 +126,7 @@ def plan_sizes(
 class _Trained:
     """What a refinement takes."""
 
-    passes: float  # of the target over its samples, with gradients
+    passes: float  # over the samples, with gradients
     size: int  # samples a step
     numbers: int  # that learn
 

@@ -67,10 +67,10 @@ class Refinement(Settings):
         return min(self.views, self.steps * self.size(heads) // calibration.samples)
 
     def passes(self, calibration: Calibration, heads: tuple[Objective, Objective]) -> float:
-        """Over all samples, with their gradients: of the steps, and of the evaluations, which are forward alone."""
+        """Over all samples, with their gradients: of the steps; of the teacher and the evaluations, forward alone."""
         views = self.views_of(calibration, heads)
         inputs = self.steps * min(self.size(heads), calibration.samples * (1 + views))
-        return inputs / calibration.samples + LOOKS * self.held_out / 3
+        return inputs / calibration.samples + (1 + views + LOOKS * self.held_out) / 3
 
 
 @dataclass(frozen=True)
