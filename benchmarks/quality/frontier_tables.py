@@ -9,7 +9,7 @@ A cell is a pair of models, a task, a number of samples and a draw; its key is "
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,8 @@ def grouped(cells: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
 class Found:
     """One way at one number of samples, over the cells that it was run in."""
 
-    share: list[float]  # of the oracle's gain, for each draw: sums over pairs and tasks
+    share: float  # of the oracle's gain: sums over pairs and tasks, each the mean over its draws
+    draws: list[float]  # the share of each draw that has all pairs and tasks
     least: float  # points over the target of the worst pair and task, in the mean over its draws
     cpu: float
     passes: tuple[float, float]
@@ -63,26 +64,35 @@ class Found:
 def summed(cells: dict[str, Any], name: str, count: int) -> Found | None:
     """Over cells of one group."""
     gains: dict[int, list[tuple[float, float]]] = {}
-    by_place: dict[str, list[float]] = {}
+    by_place: dict[str, list[tuple[float, float]]] = {}
     costs = []
     for key, known in cells.items():
         task, source, target, number, seed = key.split()
         way = known["ways"].get(name, {})
         if int(number) != count or "score" not in way:
             continue
-        gain = way["score"] - known["target"]
-        gains.setdefault(int(seed), []).append((gain, known["oracle"] - known["target"]))
+        gain = way["score"] - known["target"], known["oracle"] - known["target"]
+        gains.setdefault(int(seed), []).append(gain)
         by_place.setdefault(f"{task} {source} {target}", []).append(gain)
         costs.append((way["cpu"], *way["passes"]))
     if not costs:
         return None
-    full = max(map(len, gains.values()))
-    share = [sum(g for g, _ in some) / (sum(o for _, o in some) or float("nan")) for some in gains.values()
-             if len(some) == full]  # fmt: skip
-    cpu, of_A, of_B = (statistics.mean(column) for column in zip(*costs, strict=True))
-    worst = min(by_place, key=lambda place: statistics.mean(by_place[place]))
-    least = statistics.mean(by_place[worst])
-    return Found(share, least, cpu, (of_A, of_B), len(costs), len(by_place), worst)
+    means = {place: _means(some) for place, some in by_place.items()}
+    draws = [_share(some) for some in gains.values() if len(some) == len(means)]
+    cpu, of_A, of_B = _means(costs)
+    worst = min(means, key=lambda place: means[place][0])
+    return Found(_share(means.values()), draws, means[worst][0], cpu, (of_A, of_B), len(costs), len(means), worst)
+
+
+def _means(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
+    """Of each column."""
+    return tuple(statistics.mean(column) for column in zip(*rows, strict=True))
+
+
+def _share(gains: Iterable[Sequence[float]]) -> float:
+    """Of the sum of what the oracle gains, from pairs of a gain and the oracle's."""
+    gain, whole = (sum(column) for column in zip(*gains, strict=True))
+    return gain / (whole or float("nan"))
 
 
 def table(cells: dict[str, Any]) -> str:
@@ -176,10 +186,7 @@ def draw_refined(cells: dict[str, Any], by: str) -> str:
     curves = []
     for curve in refined(in_table(cells, ZOO, MORE), 100):
         points = {} if 0 in curve.points else {0.0: 0.0}
-        points |= {
-            float(n) if by == "steps" else point.cpu: 100 * statistics.mean(point.share)
-            for n, point in curve.points.items()
-        }
+        points |= {float(n) if by == "steps" else point.cpu: 100 * point.share for n, point in curve.points.items()}
         curves.append(Line(curve.line, list(points), list(points.values()), dashed="labels" in curve.line))
     return lines(curves, x=by, y="% of the oracle's gain", level=(0.0, "target"), height=4.0)
 
@@ -191,14 +198,15 @@ def is_refined(cell: dict[str, Any]) -> bool:
 
 def shown_share(found: Found) -> str:
     """Of the oracle's gain, in per cent, with its spread over draws."""
-    return common.mean_spread([100 * s for s in found.share], 0)
+    spread = f" ± {100 * statistics.stdev(found.draws):.0f}" if len(found.draws) > 1 else ""
+    return f"{100 * found.share:.0f}{spread}"
 
 
 def draw(cells: dict[str, Any], count: int) -> str:
     """Share against CPU-seconds at one number of samples."""
     curves = []
     for line in dict.fromkeys(way.line for way in WAYS.values() if way.line):
-        found = [(f.cpu, 100 * statistics.mean(f.share)) for name, way in WAYS.items() if way.line == line
+        found = [(f.cpu, 100 * f.share) for name, way in WAYS.items() if way.line == line
                  for f in [summed(cells, name, count)] if f is not None]  # fmt: skip
         if found:
             x, y = zip(*found, strict=True)

@@ -2,7 +2,7 @@
 
     python benchmarks/quality/language_models.py [--quick] [--json benchmarks/results/language_models.json]
         [--models FOLDER] [--pairs A:B …] [--tasks NAME …] [--samples data|ends|teacher|generated] [--counts N …]
-        [--seeds N] [--ways NAME …] [--shown]
+        [--seeds N] [--first-seed N] [--ways NAME …] [--shown]
 
 Each model is a folder of FOLDER or a hub name. A LoRA of rank 8 on every projection of the blocks is trained by PEFT on
 all samples of a task, on the source and on the target (the oracle); the target answers 400 other questions. An answer
@@ -255,6 +255,7 @@ def main() -> None:
     parser.add_argument("--samples", choices=("data", "ends", "teacher", "generated"), default="data", dest="origin")
     parser.add_argument("--counts", nargs="+", type=int, default=(100,))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0, help="leave out the draws before this one")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME")
     parser.add_argument("--shown", action="store_true", help="run nothing: the table of what earlier runs finished")
     options = parser.parse_args()
@@ -272,7 +273,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     cells = common.kept(options.json, {})
     for task, seed, (source, target), count in product(
-        options.tasks, range(options.seeds), options.pairs, options.counts
+        options.tasks, range(options.first_seed, options.seeds), options.pairs, options.counts
     ):
         if options.shown:
             break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 from benchmarks.quality import frontier_tables as frontier
@@ -32,9 +31,9 @@ def frontier_numbers(results: dict[str, Any]) -> dict[str, str]:
             one = frontier.summed(zoo_cells, way, count)
             if one is None:
                 raise SystemExit(f"benchmarks/results/frontier.json has no '{way}' with {count} samples")
-            found[f"f_{name}_{count}"] = f"{statistics.mean(one.share):.0%}"
+            found[f"f_{name}_{count}"] = f"{one.share:.0%}"
             found[f"f_places_{count}"] = str(one.places)
-            found[f"f_draws_{count}"] = draws(len(one.share))
+            found[f"f_draws_{count}"] = draws(one.cells // one.places)
             found[f"f_{name}_least_{count}"] = signed(one.least)
     for count in (10, 20, 50, 100):
         every = worst_of(known, frontier.ZOO, count)
@@ -44,7 +43,7 @@ def frontier_numbers(results: dict[str, Any]) -> dict[str, str]:
     texts = frontier.in_table(known, frontier.TEXT)
     for name, way in {**ways, "auto": BESIDE, "teacher": "effort standard, no labels"}.items():
         if (one := frontier.summed(texts, way, 100)) is not None:
-            found[f"f_text_{name}"] = f"{statistics.mean(one.share):.0%}"
+            found[f"f_text_{name}"] = f"{one.share:.0%}"
     found["f_new_worst_10"] = signed(min(one.least for one in new))
     found["f_new_places_10"] = str(new[0].places)
     found["f_new_draws_10"] = str(min(one.cells // one.places for one in new))
@@ -69,7 +68,7 @@ def steps_shares(results: dict[str, Any]) -> dict[str, str]:
     """Of training steps on the zoo, with 100 samples."""
     curves = zoo_curves(results)
     moved, cold = curves["refined from the default"].points, curves["refined, no move"].points
-    shares = {f"{name}_{n}": f"{statistics.mean(point.share):.0%}"
+    shares = {f"{name}_{n}": f"{point.share:.0%}"
               for name, points in (("r", moved), ("c", cold)) for n, point in points.items()}  # fmt: skip
     last = moved[100]
     return {**shares, "r_places": str(last.places), "r_draws": draws(last.cells // last.places)}
