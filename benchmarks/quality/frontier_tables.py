@@ -54,6 +54,7 @@ class Found:
     share: float  # of the oracle's gain: sums over pairs and tasks, each the mean over its draws
     draws: list[float]  # the share of each draw that has all pairs and tasks
     least: float  # points over the target of the worst pair and task, in the mean over its draws
+    single: float  # of the worst draw of all
     cpu: float
     passes: tuple[float, float]
     cells: int
@@ -80,8 +81,11 @@ def summed(cells: dict[str, Any], name: str, count: int) -> Found | None:
     means = {place: _means(some) for place, some in by_place.items()}
     draws = [_share(some) for some in gains.values() if len(some) == len(means)]
     cpu, of_A, of_B = _means(costs)
+    single = min(gain for some in by_place.values() for gain, _ in some)
     worst = min(means, key=lambda place: means[place][0])
-    return Found(_share(means.values()), draws, means[worst][0], cpu, (of_A, of_B), len(costs), len(means), worst)
+    return Found(
+        _share(means.values()), draws, means[worst][0], single, cpu, (of_A, of_B), len(costs), len(means), worst
+    )
 
 
 def _means(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:

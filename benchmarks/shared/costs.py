@@ -39,6 +39,7 @@ def frontier_numbers(results: dict[str, Any]) -> dict[str, str]:
         every = worst_of(known, frontier.ZOO, count)
         found[f"f_worst_{count}"] = signed(min(one.least for one in every))
         found[f"f_worst_draws_{count}"] = str(min(one.cells // one.places for one in every))
+        found[f"f_single_{count}"] = signed(min(one.single for one in every))
     new = worst_of(known, frontier.NEW, 10)
     texts = frontier.in_table(known, frontier.TEXT)
     for name, way in {**ways, "auto": BESIDE, "teacher": "effort standard, no labels"}.items():

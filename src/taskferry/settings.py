@@ -22,7 +22,7 @@ MOST_YAML = 2**20  # bytes
 Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Precision = Literal["float32", "bfloat16", "float16", "auto"]
 MICRO_BATCH: Any = Field(
-    16, ge=1, description="samples at once; changes memory, not the result (pairs of texts: those that are told apart)"
+    16, ge=1, description="samples at once; changes memory, not the result (of pairs of texts it is part of the loss)"
 )
 
 
@@ -55,7 +55,7 @@ class CalibrationSettings(Settings):
     label_column: str = Field("label", description="the column with the class")
     objective: ObjectiveName = Field("auto", description="the loss whose gradient is taken")
     templates: list[str] = Field(["a photo of a {}."], description="prompts of a zero-shot head; {} is the class")
-    max_length: int = Field(128, ge=2, description="longest text in tokens")
+    max_length: int = Field(128, ge=2, description="longest text in tokens; longer ones are cut")
     micro_batch: int = MICRO_BATCH
 
 
@@ -65,7 +65,7 @@ class PlaceSettings(Settings):
     panel: ClassVar[str] = "Devices"
 
     device: str = Field("auto", description="cpu, cuda, cuda:1, or auto")
-    dtype: Precision = Field("float32", description="of the weights; auto: as they are stored. Sums stay in float32")
+    dtype: Precision = Field("float32", description="precision of the weights (auto: as stored; sums stay in float32)")
 
 
 class PairPlaceSettings(PlaceSettings):
@@ -238,7 +238,7 @@ class EvaluateSettings(PlaceSettings):
     label_column: str = Field("label", description="the column with the class")
     objective: ObjectiveName = Field("auto", description="what scores: a head, or the language model's loss")
     templates: list[str] = Field(["a photo of a {}."], description="prompts of a zero-shot head; {} is the class")
-    max_length: int = Field(128, ge=2, description="longest text in tokens")
+    max_length: int = Field(128, ge=2, description="longest text in tokens; longer ones are cut")
     micro_batch: int = MICRO_BATCH
     card: Path | None = Field(None, description="an output folder whose model card takes the score")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from taskferry import TaskferryError
-from taskferry.calibration.language import Segment, language_calibration
+from taskferry.calibration.language import Segment, language_calibration, sequence_calibration
 from tests.helpers.texts import train
 
 
@@ -30,3 +30,19 @@ def test_long_prompts_keep_their_answers() -> None:
     hopeless = [[Segment("Yes.", counted=False), Segment("")]]
     with pytest.raises(TaskferryError, match="nothing of its answer fits"):
         language_calibration(hopeless, tokenizer)
+
+
+def test_texts_that_were_cut_are_counted() -> None:
+    """By either model's tokenizer, and a decoder's answers too; a text that fits is not."""
+    A, B = train("bytes"), train("pieces")
+    texts = ["The ferry leaves. " * 30, "The ferry leaves at dawn: zzzzzzzz zzzzzzzz.", "Yes."]
+    plain = [[Segment(text)] for text in texts]
+    of_A, of_B = ([len(tokenizer(text)["input_ids"]) for text in texts] for tokenizer in (A, B))
+    assert of_B[1] < of_A[1] - 1 < min(of_A[0], of_B[0])
+    length = of_A[1] - 1  # the second text has one token too many for A, and some to spare for B
+    assert language_calibration(plain, A, max_length=length).filled(length) == 2
+    assert language_calibration(plain, B, A, max_length=length).filled(length) == 2
+    assert language_calibration(plain, B, max_length=length).filled(length) == 1
+    assert language_calibration(plain, A, max_length=4096).filled(4096) == 0
+    answers = [[Segment("Yes?", counted=False), Segment(text)] for text in texts]
+    assert sequence_calibration(answers, A, max_length=length).filled(length) == 2

@@ -58,7 +58,8 @@ def test_the_first_screen_of_the_readme() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     first = text.split("\n## ", 1)[0]
     assert first.count("```console") == 1
-    for words in ("**It needs**", "**It does not**", "**Do not use it**", "**Try it**", "| recovered |"):
+    assert first.count("\n|---") == 1
+    for words in ("**It needs**", "**It does not**", "**Do not use it**", "**Try it**", "| unchanged target |"):
         assert words in first, words
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert not [link for link in links if not link.startswith("https://")]

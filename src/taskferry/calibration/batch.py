@@ -123,6 +123,18 @@ class Calibration:
             totals[fold] = totals.get(fold, 0) + max(A.tokens, B.tokens)
         return max(totals.values(), default=0)
 
+    def filled(self, length: int) -> int:
+        """Samples of which some model reads exactly so many tokens: what was longer than `length` has been cut."""
+
+        def full(batch: Batch) -> Tensor:
+            mask, answer = batch.inputs.get("attention_mask"), batch.inputs.get("labels")
+            counted = [] if mask is None else [mask != 0]
+            counted += [] if answer is None or answer.dim() < 2 else [answer != IGNORED]  # of a decoder
+            rows = [(tokens.sum(1) == length).view(len(batch), -1).any(1).cpu() for tokens in counted]
+            return torch.stack(rows).any(0) if rows else torch.zeros(len(batch), dtype=torch.bool)
+
+        return sum(int((full(A) | full(B)).sum()) for A, B in self.pairs)
+
     @property
     def labels(self) -> Tensor | None:
         """[N] all labels, or None."""

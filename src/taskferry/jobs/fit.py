@@ -11,7 +11,7 @@ from taskferry.engines.launch import rank_and_size
 from taskferry.errors import TaskferryError
 from taskferry.fitting.generation import beside
 from taskferry.jobs.cost import Plan
-from taskferry.jobs.opening import Opened, opened, without_weights
+from taskferry.jobs.opening import Opened, cut_line, opened, without_weights
 from taskferry.jobs.plan import plan_job, plan_sizes
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import FitSettings, PlanSettings
@@ -36,7 +36,7 @@ def fit_alignment(
     with opened(settings, reporter, settings.out, dry_run=dry_run) as models:
         job = Job(models.pair, models.tuned.tau, every_site=True)
         if reporter.wants_plan and models.first:
-            lines = sample_lines(models)
+            lines = sample_lines(models, settings.max_length)
             size = rank_and_size()[1]
             if size > 1:
                 lines["processes"] = f"{size}, which share passes and maps; the time below is that of one"
@@ -65,18 +65,20 @@ def plan_transfer(settings: PlanSettings, reporter: Reporter) -> Plan:
     if settings.device_memory is not None:
         job, precisions, prepared = without_weights(settings)
         plan = plan_sizes(job, method, own, precisions, settings.device_memory)
-        samples = str(prepared.calibration.samples)
-        reporter.plan(plan, {"method": method.name, "labels": prepared.labels, "samples": samples})
+        samples = {"samples": str(prepared.calibration.samples), **cut_line(prepared, settings.max_length)}
+        reporter.plan(plan, {"method": method.name, "labels": prepared.labels, **samples})
         return plan
     with opened(settings, reporter, None, dry_run=True) as models:
         job = Job(models.pair, models.tuned.tau, every_site=settings.source_tuned is None)
         reporter.note("measuring this machine for the plan")
         plan = models.planned(plan_job(job, method, own, scale="auto"))
-        reporter.plan(plan, {"method": method.name, **sample_lines(models)})
+        reporter.plan(plan, {"method": method.name, **sample_lines(models, settings.max_length)})
     return plan
 
 
-def sample_lines(models: Opened) -> dict[str, str]:
+def sample_lines(models: Opened, longest: int) -> dict[str, str]:
     """Of a plan."""
-    samples = str(models.prepared.calibration.samples) if models.drawn is None else models.drawn.told
-    return {"labels": models.prepared.labels, "samples": samples}
+    if models.drawn is not None:
+        return {"labels": models.prepared.labels, "samples": models.drawn.told}
+    samples = str(models.prepared.calibration.samples)
+    return {"labels": models.prepared.labels, "samples": samples, **cut_line(models.prepared, longest)}

@@ -231,3 +231,11 @@ def _lazy(given: str, device: str, dtype: str) -> LazyModel:
             "needs one stack of blocks; use the engine 'whole'"
         )
     return lazy
+
+
+def cut_line(prepared: Prepared, longest: int) -> dict[str, str]:
+    """Of a plan, where texts were cut."""
+    cut, of = prepared.calibration.filled(longest), prepared.calibration.samples
+    if not cut:
+        return {}
+    return {"cut": f"{cut} of {of} samples fill all {longest} tokens; what is longer is left out (--max-length)"}

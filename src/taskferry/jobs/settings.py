@@ -128,7 +128,7 @@ class TransferSettings(MethodSettings, OutputSettings, Writing):
 
     source_tuned: str = Field(description="the tuned source: a model, a PEFT LoRA, a state file or a task vector")
     scale: Scale | Literal["auto"] = Field(
-        "auto", description="multiplies the change; 1 is the paper; auto takes the lowest calibration loss"
+        "auto", description="multiplies the moved change; auto: by the calibration loss; for bico 1 is the paper's"
     )
     engine: Literal["whole", "blockwise"] = Field(
         "whole", description="models in memory, or one block of each at a time (larger than memory)"
@@ -139,10 +139,10 @@ class TransferSettings(MethodSettings, OutputSettings, Writing):
         description="training steps after the move, towards the tuned source, without labels",
     )
     refine_rate: float | None = Field(
-        None, gt=0, description="learning rate of these steps; by the width of the layers unless given"
+        None, gt=0, description="learning rate of --refine; by the width of the layers unless given"
     )
     refine_labels: float = Field(
-        0.0, ge=0, le=1, description="share of the loss of these steps that the data's own labels or completions get"
+        0.0, ge=0, le=1, description="share of the loss of --refine that the data's own labels or completions get"
     )
     head: Literal["keep", "move"] = Field(
         "keep", description="the task head of a classification LoRA: leave it behind, or move it as well"

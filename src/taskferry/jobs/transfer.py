@@ -16,7 +16,7 @@ from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.scale import ScaleCurve
 from taskferry.fitting.task_head import MovedHead, TaskHead
 from taskferry.jobs.forecast import foretold
-from taskferry.jobs.opening import Opened, opened
+from taskferry.jobs.opening import Opened, cut_line, opened
 from taskferry.jobs.output import FORMS, dequantised, in_form, output_kind, write_output
 from taskferry.jobs.plan import plan_job
 from taskferry.jobs.record import Outcome, Reporter, make_record, summary
@@ -201,6 +201,7 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
     return {
         **lines,
         "samples": samples,
+        **({} if models.drawn is not None else cut_line(prepared, settings.max_length)),
         "labels": prepared.labels,
         "method": " ".join([settings.method, *(f"{k}={v}" for k, v in settings.method_settings.items())]),
         **_efforts(settings),
