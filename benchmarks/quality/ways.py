@@ -118,7 +118,7 @@ def run_ways(
 
     Its cost is that of the move and of the training together.
     """
-    starts: dict[str, tuple[TaskVector, float, tuple[float, float]]] = {}
+    starts: dict[str, tuple[TaskVector, list[TaskVector], float, tuple[float, float]]] = {}
     for name, way in wanted.items():
         if way.known(name, ways):
             continue
@@ -128,19 +128,21 @@ def run_ways(
         with counted(job.source, count) as of_A, counted(job.target, count) as of_B:
             started = time.process_time()
             try:
+                mover = Mover(job)
                 if start is None:
-                    moved, scale, _ = Mover(job).take(way.row)
+                    moved, scale, _ = mover.take(way.row)
                 else:
-                    settings = {key: value for key, value in way.settings.items() if key != "start"}
-                    moved, scale = refine(job.in_folds().pair, job.tau, start[0], Refinement(**settings)).tau, 1.0
+                    settings = Refinement(**{key: value for key, value in way.settings.items() if key != "start"})
+                    pair = job.in_folds().pair
+                    moved, scale = refine(pair, job.tau, start[0], settings, without=start[1]).tau, 1.0
             except CannotMove as error:
                 ways[name] = {"refused": str(error), "code": way.row.code}
                 continue
             seconds = time.process_time() - started
-        before, (passes_A, passes_B) = (0.0, (0.0, 0.0)) if start is None else start[1:]
+        before, (passes_A, passes_B) = (0.0, (0.0, 0.0)) if start is None else start[2:]
         seconds, passes = seconds + before, (of_A[0] + passes_A, of_B[0] + passes_B)
         if way.auto and not way.settings and not way.teacher:
-            starts[way.method] = (scale * moved, seconds, passes)
+            starts[way.method] = (scale * moved, [scale * each for each in mover.without], seconds, passes)
         ways[name] = {
             "score": score(moved, scale),
             "cpu": round(seconds, 2),

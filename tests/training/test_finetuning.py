@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from taskferry import Prototypes, TaskferryError
-from taskferry.disk.files import open_safetensors
 from taskferry.fitting.objectives import NewHead
 from taskferry.training import FineTuning, History, finetune
-from taskferry.training.finetuning import CHECKPOINT, KIND, order, rate, split
+from taskferry.training.finetuning import CHECKPOINT, order, rate, split
 from tests.helpers import tiny
 from tests.helpers.pictures import Pictures, Small
 
@@ -170,66 +169,53 @@ def test_a_head_made_from_samples_does_not_learn() -> None:
         finetune(Small(), Pictures(), Prototypes(), SETTINGS)
 
 
-def judged(values: list[float], folder: Path | None = None, stop: int | None = None) -> tuple[nn.Module, History]:
-    """A run whose judge says these losses, the start's first; the judge of a resumed run goes on where it was."""
+def test_a_judge_is_asked_on_the_way_and_changes_nothing(tmp_path: Path) -> None:
+    """A killed run ends with the same bytes, and hears what the judge has said before."""
+    said: list[float] = []
+
+    def run(folder: Path, stop: int | None = None) -> tuple[nn.Module, History]:
+        torch.manual_seed(1)
+        model = Small()
+
+        def judge() -> float:
+            said.append(float(model.blocks[0].weight.detach().sum()))
+            return said[-1]
+
+        def interrupt(step: int, _steps: int, _loss: float) -> None:
+            if step == stop:
+                raise KeyboardInterrupt
+
+        history = History()
+        with contextlib.suppress(KeyboardInterrupt):
+            history = finetune(
+                model, Pictures(), NewHead(3), JUDGED, folder=folder, judge=judge, dropout=False, progress=interrupt
+            )
+        return model, history
+
+    whole, history = run(tmp_path / "whole")
+    assert history.judged == list(enumerate(said, 1))
+    torch.manual_seed(1)
+    alone = Small()
+    finetune(alone, Pictures(), NewHead(3), JUDGED, dropout=False)
+    run(tmp_path / "half", stop=4)
+    resumed, after = run(tmp_path / "half")
+    assert after.judged == history.judged
+    for a, b, c in zip(whole.parameters(), resumed.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+    assert (tmp_path / "half" / CHECKPOINT).read_bytes() == (tmp_path / "whole" / CHECKPOINT).read_bytes()
+
+
+def test_a_checkpoint_of_another_run_is_refused_or_begun_anew(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = Small()
-
-    def judge() -> float:
-        return values[said.pop(0)]
-
-    def interrupt(step: int, _steps: int, _loss: float) -> None:
-        if step == stop:
-            raise KeyboardInterrupt
-
-    kept = 0 if folder is None or not (folder / CHECKPOINT).exists() else 1 + looks_of(folder)
-    said = list(range(kept, len(values)))
-    history = History()
-    with contextlib.suppress(KeyboardInterrupt):
-        history = finetune(
-            model, Pictures(), NewHead(3), JUDGED, folder=folder, judge=judge, dropout=False, progress=interrupt
-        )
-    return model, history
+    begin = copy.deepcopy(model)
+    finetune(model, Pictures(), NewHead(3), JUDGED, folder=tmp_path)
+    other = JUDGED.model_copy(update={"learning_rate": 2 * JUDGED.learning_rate})
+    with pytest.raises(TaskferryError, match="learning_rate differ"):
+        finetune(begin, Pictures(), NewHead(3), other, folder=tmp_path)
+    history = finetune(begin, Pictures(), NewHead(3), other, folder=tmp_path, anew=True)
+    assert history.resumed == 0
 
 
 JUDGED = SETTINGS.model_copy(update={"every": 1, "validation": 0.0})
-
-
-def looks_of(folder: Path) -> int:
-    with open_safetensors(folder / CHECKPOINT, KIND) as (_, header):
-        return len(header["evaluations"])
-
-
-def test_the_weights_that_the_judge_likes_best_are_left() -> None:
-    falling, history = judged([5.0, *(4.0 - i / 10 for i in range(10))])
-    assert history.best == 10
-    third, history = judged([5.0, 4.0, 3.0, 1.0, *[2.0] * 6, 9.0])
-    assert history.best == 3
-    assert [step for step, _ in history.judged] == list(range(11))  # to the end: a rise is often made good there
-    late, history = judged([5.0, *[6.0] * 9, 1.0])
-    assert history.best == 10
-    assert torch.equal(late.blocks[0].weight, falling.blocks[0].weight)
-    first, _ = judged([5.0, 4.0, 3.0, 1.0, 1.5, 2.5, 3.5, 1.2, 1.1, 9.0, 9.0])  # other words, the same choice
-    assert torch.equal(third.blocks[0].weight, first.blocks[0].weight)
-    assert not torch.equal(third.blocks[0].weight, falling.blocks[0].weight)
-
-
-def test_a_judge_that_nothing_pleases_leaves_the_start() -> None:
-    torch.manual_seed(1)
-    start = Small()
-    model, history = judged([1.0, 2.0, math.nan, *[2.0] * 8])
-    assert history.best == 0
-    for a, b in zip(model.parameters(), start.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("stop", [2, 4, 6])
-def test_a_judged_run_that_was_killed_ends_with_the_same_bytes(tmp_path: Path, stop: int) -> None:
-    values = [5.0, 4.0, 3.0, 1.0, *[2.0] * 6, 9.0]
-    whole, _ = judged(values, tmp_path / "whole")
-    judged(values, tmp_path / "half", stop)
-    resumed, history = judged(values, tmp_path / "half")
-    assert history.best == 3
-    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert (tmp_path / "half" / CHECKPOINT).read_bytes() == (tmp_path / "whole" / CHECKPOINT).read_bytes()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from taskferry import LowRank, TaskferryError, TaskVector
+from taskferry.calibration.augmentation import Views
 from taskferry.fitting.scale import moved_by
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Reporter
@@ -23,7 +24,8 @@ from taskferry.jobs.transfer import transfer
 from taskferry.methods import Job, run
 from taskferry.sites.discovery import find_sites
 from taskferry.taskvector import as_dense
-from taskferry.training.refinement import Refinement, refine, usual_rate
+from taskferry.training.lessons import lesson_of
+from taskferry.training.refinement import Refinement, kept_aside, refine, usual_rate
 from taskferry.training.students import learning
 from tests.helpers import folders
 from tests.helpers.command import taskferry
@@ -78,16 +80,20 @@ def with_low_rank(given: Job) -> Job:
     return rebuilt(given, tau=low_rank(given.source))
 
 
-@pytest.mark.parametrize("name", ["llama", "bert-classifier", "bert", "vit", "t5"])
-@pytest.mark.parametrize("form", ["lora", "dense"])
+# Not bert with whole weights: the likeness of random models teaches nothing of other samples there.
+TAUGHT = [(name, form) for name in ("llama", "bert-classifier", "bert", "vit", "t5") for form in ("lora", "dense")]
+
+
+@pytest.mark.parametrize(("name", "form"), [each for each in TAUGHT if each != ("bert", "dense")])
 def test_refining_lowers_the_loss_on_samples_kept_aside(name: str, form: str) -> None:
     given = job(name, (16, 2), (24, 3))
     given = with_low_rank(given) if form == "lora" else given
     start = run("cold", given).tau
-    refined = refine(given.pair, given.tau, start, Refinement(steps=12, learning_rate=5e-3, views=1))
+    rate = 2e-4 if name == "bert" else 2e-3  # likeness of five samples: a small loss
+    refined = refine(given.pair, given.tau, start, Refinement(steps=12, learning_rate=rate, views=1))
     losses = dict(refined.evaluations)
-    assert refined.kept > 0
-    assert losses[refined.kept] < losses[0]
+    assert refined.kept == 12
+    assert losses[12] < losses[0]
     assert refined.samples == 5
     assert set(refined.tau.deltas) == set(start.deltas)
     if form == "lora":
@@ -103,7 +109,52 @@ def test_a_refinement_that_only_harms_is_dropped() -> None:
     assert refined.kept == 0
     assert refined.tau is start
     assert "was dropped" in refined.sentence
-    assert " per token)" in refined.sentence
+    assert " per token before, " in refined.sentence
+
+
+def test_a_refinement_that_breaks_is_dropped_with_its_reason() -> None:
+    given = with_low_rank(job("llama"))
+    start = run("cold", given).tau
+    refined = refine(given.pair, given.tau, start, Refinement(steps=6, learning_rate=1e30))
+    assert refined.kept == 0
+    assert refined.tau is start
+    assert "no number at step" in refined.sentence
+    assert "--refine-rate" in refined.sentence
+
+
+def test_what_was_moved_is_judged_by_changes_that_did_not_see_the_sample() -> None:
+    """The start's loss is that of the other fold's change, on samples of the fold; they never train."""
+    given = job("bert-classifier").in_folds()
+    start = run("bico", given)
+    assert len(start.without) == given.calibration.folds == 2
+    without = [100.0 * start.without[0], 0.0 * start.without[1]]  # so that each tells itself
+    settings = Refinement(steps=1, learning_rate=1e-9)
+    refined = refine(given.pair, given.tau, start.tau, settings, without=without)
+    lesson = lesson_of(given.pair, given.tau, views=0)
+    parts = kept_aside(given.calibration, 2, settings)
+    folds = [B.fold for _, B in given.calibration for _ in range(len(B))]
+    assert [{folds[i] for i in part} for part in parts] == [{0}, {1}]
+    by_hand = 0.0
+    for part, change in zip(parts, without, strict=True):
+        with moved_by(given.target, change) as set_scale, torch.no_grad():
+            set_scale(1.0)
+            by_hand += float(lesson.loss(lesson.batch(part)))
+    assert refined.evaluations[0][1] == pytest.approx(by_hand / sum(map(len, parts)), rel=1e-5)
+    plain = refine(given.pair, given.tau, start.tau, settings)
+    assert plain.evaluations[0][1] != pytest.approx(refined.evaluations[0][1], rel=1e-2)
+    assert plain.evaluations[0][1] == pytest.approx(plain.evaluations[1][1], rel=1e-4)
+
+
+def test_views_that_show_a_sample_kept_aside_do_not_train() -> None:
+    views = Views(job("vit").calibration, 3)
+    shown = [views.samples_in(i) for i in range(len(views))]
+    assert all(i % views.samples in samples for i, samples in enumerate(shown))
+    assert all(samples == {i} for i, samples in enumerate(shown[: views.samples]))
+    blended = [i for i, samples in enumerate(shown) if len(samples) > 1]
+    assert len(blended) > views.samples
+    values = torch.eye(views.samples)
+    for i in blended[:5]:
+        assert set(views.blend(values, [i])[0].nonzero()[:, 0].tolist()) == shown[i]
 
 
 @pytest.mark.parametrize(("steps", "views"), [(1, 2), (2, 4), (100, 15)])
@@ -131,6 +182,9 @@ def test_the_rate_falls_with_the_width_of_whole_weights_and_with_its_root_of_fac
     assert usual_rate(TaskVector(narrow), 100) == pytest.approx(4 * usual_rate(TaskVector(wide), 100), rel=0.05)
     assert usual_rate(factors[0], 100) == pytest.approx(2 * usual_rate(factors[1], 100), rel=0.05)
     assert usual_rate(TaskVector(narrow), 10) == pytest.approx(usual_rate(TaskVector(narrow), 100) / 2)
+    moved = TaskVector({"w": torch.ones(2048, 128)})  # already on its way: short runs go half as far
+    assert usual_rate(moved, 100) == usual_rate(TaskVector(narrow), 100)
+    assert usual_rate(moved, 10) == pytest.approx(usual_rate(TaskVector(narrow), 10) / 2, rel=0.05)
     assert usual_rate(factors[0], 10) == usual_rate(factors[0], 100)
     assert usual_rate(TaskVector({"w": narrow["w"].T}), 100) == usual_rate(TaskVector(narrow), 100)  # stored [in, out]
     assert usual_rate(TaskVector({"bias": torch.zeros(3)}), 100) < 1e-3

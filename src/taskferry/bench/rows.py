@@ -53,6 +53,7 @@ class Mover:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._moved: dict[str, tuple[Moved, float]] = {}
+        self.without: tuple[TaskVector, ...] = ()  # of the row that was taken last: what each fold did not make
 
     def move(self, name: str) -> tuple[TaskVector, float, float]:
         """By a row of the tables: see `take`."""
@@ -70,6 +71,7 @@ class Mover:
             moved = kind.method.move(job, row.settings)
             self._moved[key] = moved, time.perf_counter() - started
         moved, seconds = self._moved[key]
+        self.without = moved.without
         if not row.auto_scale or moved.curve is not None:
             refused = moved.curve is not None and not moved.curve.helps
             return moved.tau, 0.0 if refused else 1.0, seconds

@@ -60,6 +60,11 @@ class Views:
             changed[name] = torch.where(keep, mine, x[of])
         return Batch(changed, ids=tuple(indices))
 
+    def samples_in(self, index: int) -> set[int]:
+        """Which samples an input shows."""
+        _, _, of, other, share = self._parts([index])
+        return {int(of), int(other)} if share > 0 else {int(of)}
+
     def blend(self, values: Tensor, indices: Sequence[int]) -> Tensor:
         """[n, …] what is known of each sample, [N, …], in the shares that these inputs have of two of them."""
         _, _, of, other, share = self._parts(indices)

@@ -110,9 +110,8 @@ class Screen(Reporter):
 
 
 def worse(told: Mapping[str, Any]) -> bool:
-    """Whether the loss was measured and did not fall."""
-    before, after = told.get("loss_before"), told.get("loss_after")
-    return before is not None and after is not None and not after < before
+    """Whether the loss was measured and did not fall, and no training made it good."""
+    return told.get("better") is False
 
 
 def next_after(settings: TransferSettings, outcome: Outcome) -> str:

@@ -18,7 +18,12 @@ def _method(record: Mapping[str, Any]) -> str:
     refined = record.get("refined", {})
     if not refined.get("kept"):
         return f"{name}; {known.shown.card}"
-    trained = f"then trained for {refined['kept']} steps towards the tuned source, without labels"
+    share = refined.get("labels", 0.0)
+    taught = {0.0: "without labels", 1.0: "by the labels of the data alone"}.get(
+        share, f"with {share:.0%} of the loss by the labels of the data"
+    )
+    where = "" if share == 1.0 else " towards the tuned source,"
+    trained = f"then trained for {refined['kept']} steps{where} {taught}"
     return f"{name}; {known.shown.card.removeprefix('nothing was trained: ')}; {trained}"
 
 
@@ -47,7 +52,7 @@ def write_card(folder: Path, record: Mapping[str, Any], *, adapter: bool) -> Non
 {_warnings(verdict)}
 - moved from: `{_shown(settings.get("source_tuned"))}` on `{_shown(settings.get("source_base"))}`
 - moved to: `{_shown(settings.get("target_base") or "")}`
-- scale: {verdict["scale"]}{_energy(verdict)}
+- scale: {verdict["scale"] or "none, nothing was moved"}{_energy(verdict)}
 - method: {_shown(_method(record))}
 
 Biases, errors and unsafe behaviour of the source move along: evaluate before use.

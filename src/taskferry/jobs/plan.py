@@ -89,6 +89,8 @@ def _away(job: Job, cost: Cost, plan: Plan) -> Plan:
 def method_cost(job: Job, method: Method, own: Mapping[str, Any], scale: float | str | None) -> Cost:
     """With the losses that a scale takes."""
     cost = method.cost(job, own)
+    if not method.needs.change:
+        return replace(cost, evaluations=1)  # the target as it is
     looked_at = EVALUATIONS if scale == "auto" and cost.evaluations == 0 else 2 if scale is not None else 0
     if scale != "auto" or not method.needs.maps:
         return replace(cost, evaluations=cost.evaluations + looked_at)

@@ -40,6 +40,8 @@ def transfer(
     """Fit, move, choose the scale, write, load again and check. None for a dry run."""
     (method, own), refinement = settings.chosen(), settings.refinement
     method.refuse(settings.engine_name)
+    if refinement is None and not method.needs.change:
+        raise TaskferryError(f"--method {method.name} moves nothing, it is where a training begins: add --refine STEPS")
     check_free(settings.out)
     timing = Timing(reporter or Reporter())
     with opened(settings, timing, settings.out, dry_run=dry_run) as models:
@@ -74,9 +76,12 @@ def transfer(
         if refinement is not None:
             resume = job.pair.work.resume
             folder = None if resume is None else resume / STAGE  # beside the output until that is written
-            refined = refine(job.pair, job.tau, written, refinement, folder=folder)
+            without = [(factor if curve.helps else 0.0) * each for each in judged if moved.without]
+            pair = (job.in_folds() if without else job).pair
+            refined = refine(pair, job.tau, written, refinement, without=without, folder=folder)
             written = refined.tau
-        spectrum = {} if isinstance(final.deltas, LazyDeltas) else before_and_after(models.tuned.tau, moved.tau)
+        seen = moved.tau if refined is None else replace(written, coverage=moved.tau.coverage)
+        spectrum = {} if isinstance(final.deltas, LazyDeltas) else before_and_after(models.tuned.tau, seen)
         moved_head = None if head is None else head.move(models.prepared.calibration, models.tuned.tau, written)
         adapter, ignored = with_head(models.tuned, moved_head)
         timing.ends("record")
@@ -90,6 +95,8 @@ def transfer(
                     shown,
                     job.pair.objectives[1].unit,
                     len(models.prepared.indices),
+                    apart=job.calibration.folds > 1,
+                    trained=method.needs.training,
                     generated=drawn is not None,
                     expected=expected,
                 ),
@@ -210,9 +217,15 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
         "engine": ENGINES.get(models.pair.engine, models.pair.engine),
         "devices": _placed(models),
         "loss": f"{prepared.objectives[1].words}, {prepared.objectives[1].unit}",
-        "scale": "chosen on the samples" if settings.scale == "auto" else f"{settings.scale:g}",
+        "scale": _scale_line(settings),
         "output": f"{FORMS[kind]} in {settings.out}{dequantised(kind, models.target).replace(' The', ': the')}",
     }
+
+
+def _scale_line(settings: TransferSettings) -> str:
+    if not find(settings.method).needs.change:
+        return "nothing is moved"
+    return "chosen on the samples" if settings.scale == "auto" else f"{settings.scale:g}"
 
 
 def _refining(settings: TransferSettings) -> dict[str, str]:

@@ -28,6 +28,8 @@ class Judged:
     curve: ScaleCurve
     unit: str = "per sample"
     samples: int = FEW
+    apart: bool = True  # whether the losses are of samples that did not make the maps
+    trained: bool = False  # whether the method was trained on them
     generated: bool = False  # whether the tuned source wrote them
     expected: Forecast | None = None  # of the gain, where that can be said
 
@@ -43,16 +45,22 @@ def verdict(
     """What moved, how much of the change that is, at which scale, what loss and answers say, what a refinement did."""
     curve, unit = judged.curve, judged.unit
     before, after = curve.loss(0.0), curve.loss(curve.best)
+    trained = refined is not None and refined.kept > 0
     if not curve.helps:
         sentence = (
             f"No scale up to {curve.points[-1][0]:g} lowers the calibration loss of the target ({before:.4g} {unit}): "
             "the verdict is scale 0, nothing was written."
         )
-        if refined is not None and refined.kept:
-            sentence = f"The move itself does not lower the calibration loss ({before:.4g} {unit})."
+        if trained and len(curve.points) > 1:
+            sentence = (
+                f"No scale of the move lowers the calibration loss ({before:.4g} {unit}): training began without it."
+            )
+        elif trained:
+            sentence = f"Nothing was moved: training began at the target (calibration loss {before:.4g} {unit})."
     else:
         change = "down" if after < before else "UP"
-        on = ", on samples that did not make the maps" if curve.folds else ""
+        on = ", on the samples that it was trained on" if judged.trained else ""
+        on = ", on samples that did not make the maps" if judged.apart else on
         sentence = (
             f"{_weights(moved)} moved at scale {curve.best:.3g}; "
             f"the calibration loss went {change} from {before:.4g} to {after:.4g} {unit}{on}."
@@ -68,7 +76,8 @@ def verdict(
         sentence = f"{sentence} {GENERATED}"
     return {
         "sentence": sentence,
-        "warnings": warnings(judged, energy, ignored or {}) if curve.helps else [],
+        "warnings": warnings(judged, energy, ignored or {}) if curve.helps or trained else [],
+        "better": after < before or trained,
         "scale": curve.best,
         "loss_before": before,
         "loss_after": after,
@@ -105,7 +114,7 @@ def applied(
 def warnings(judged: Judged, energy: Mapping[str, Any] | None, ignored: Mapping[str, str]) -> list[str]:
     """What nobody should overlook, each with what to do about it."""
     curve, found = judged.curve, []
-    if not curve.loss(curve.best) < curve.loss(0.0):
+    if curve.helps and not curve.loss(curve.best) < curve.loss(0.0):
         found.append(
             "the loss went UP: this makes the target worse on the samples; leave --scale out, so that a scale that "
             "helps is searched"

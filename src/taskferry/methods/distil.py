@@ -39,5 +39,5 @@ def distil(
     else:  # its change has the scale that it found; one that was refused is no start
         scale = float(moved.curve.helps)
     settings = Refinement(steps=steps, learning_rate=learning_rate, batch=batch, views=views, labels=labels, seed=seed)
-    refined = refine(job.pair, job.tau, scale * moved.tau, settings)
+    refined = refine(job.pair, job.tau, scale * moved.tau, settings, without=[scale * each for each in moved.without])
     return Moved(refined.tau, notes={"refined": refined.record()})

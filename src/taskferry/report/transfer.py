@@ -45,8 +45,7 @@ def transfer_report(record: Record, name: str) -> Report:
         Section("Where it comes from", [Facts(_provenance(record)), *_hashes(record.get("inputs", {}))]),
         Section("To repeat it", [Code(str(record["command"]))]),
     ]
-    before, after = verdict.get("loss_before"), verdict.get("loss_after")
-    good = None if before is None or after is None else float(after) < float(before)
+    good = verdict.get("better")
     badge = {True: "It helps on the samples", False: "It does not help on the samples", None: ""}[good]
     title, foot = f"{source} on {target}", f"From {name}/taskferry.json."
     return Report("transfer", title, str(verdict["sentence"]), sections, foot, badge, good)
@@ -206,7 +205,7 @@ def _curves(record: Record) -> list[Section]:
             found.append(figure)
     spectrum = record.get("spectrum")
     if spectrum:
-        found.append(_spectrum_figure(spectrum))
+        found.append(_spectrum_figure(spectrum, bool(record.get("refined"))))
     return [Section("Curves", [Row(found)])] if found else []
 
 
@@ -273,14 +272,15 @@ def _similarity_figure(sites: Sequence[Record]) -> Figure | None:
     )
 
 
-def _spectrum_figure(spectrum: Record) -> Figure:
+def _spectrum_figure(spectrum: Record, refined: bool) -> Figure:
     # What lies so far below the first value is rounding, and would flatten all that is not.
     before, after = (
         [float(v) for v in spectrum[key] if float(v) > 1e-4 * float(spectrum[key][0])] for key in ("before", "after")
     )
+    written = "moved and trained" if refined else "moved, at scale 1"
     curves = [
         figures.Line("in the source", range(1, len(before) + 1), before),
-        figures.Line("moved, at scale 1", range(1, len(after) + 1), after),
+        figures.Line(written, range(1, len(after) + 1), after),
     ]
     draw = partial(figures.lines, curves, x="singular value", y="size", logarithmic="y")
     longest = max(len(before), len(after))

@@ -57,7 +57,6 @@ class History:
 
     evaluations: list[tuple[int, float, float | None]] = field(default_factory=list)
     resumed: int = 0  # steps that an earlier run had done
-    start: float | None = None  # the judge's loss before the first step, where there is a judge
 
     @property
     def validation(self) -> float | None:
@@ -66,14 +65,16 @@ class History:
 
     @property
     def judged(self) -> list[tuple[int, float]]:
-        """(step, the judge's loss), the start first."""
-        start = [] if self.start is None else [(0, self.start)]
-        return start + [(step, score) for step, _, score in self.evaluations if score is not None]
+        """(step, the score then)."""
+        return [(step, score) for step, _, score in self.evaluations if score is not None]
 
-    @property
-    def best(self) -> int:
-        """The step with the lowest loss of the judge, the first of them; NaN is never it."""
-        return min(self.judged, key=lambda at: (at[1] if at[1] == at[1] else math.inf, at[0]))[0]
+
+class Diverged(TaskferryError):
+    """A loss that is no number any more."""
+
+
+class OtherRun(TaskferryError):
+    """A checkpoint that is of other settings, weights or data."""
 
 
 def finetune(
@@ -83,16 +84,16 @@ def finetune(
     settings: FineTuning | None = None,
     *,
     folder: str | Path | None = None,
+    anew: bool = False,
     judge: Callable[[], float] | None = None,
     dropout: bool = True,
     progress: Tell | bool | None = None,
 ) -> History:
-    """Train `model` in place; with a `folder` it resumes what an earlier call left there.
+    """Train `model` in place; with a `folder` it resumes what an earlier call left there (`anew`: if that fits).
 
     Parameters that require no gradient stay, so a PEFT model trains its adapter alone; where none requires one, all
-    (or all in blocks) are trained. A `judge` gives a loss on samples kept aside: the weights at its lowest are what
-    is left, those of the start among them; a run goes to its end, where the rate has fallen. `dropout=False` trains in
-    eval mode. `progress=True` shows a bar; a function is called with (step, steps, loss).
+    (or all in blocks) are trained. A `judge` gives a score on samples kept aside, in place of the validation.
+    `dropout=False` trains in eval mode. `progress=True` shows a bar; a function is called with (step, steps, loss).
     """
     chosen, tell = settings or FineTuning(), told(progress, "fine-tuning")
     if isinstance(objective, Classifier) and objective.fitted:
@@ -121,12 +122,13 @@ def finetune(
         "objective": objective.describe(),
     }
     run = _Run(model, trained, optimiser, identity, chosen.steps)
+    history = History()
     if checkpoint is not None and checkpoint.exists():
-        history = run.resume(checkpoint)
-    else:
-        history = History(start=None if judge is None else judge())
-    if judge is not None and not run.best:
-        run.keep()
+        try:
+            history = run.resume(checkpoint)
+        except OtherRun:
+            if not anew:
+                raise
     device, was_training = device_of(model), model.training
     batches = ([data.batch(order(train, step, chosen))] for step in range(history.resumed, chosen.steps))
     model.train(dropout)
@@ -137,7 +139,7 @@ def finetune(
         ):
             total += value
             if not math.isfinite(total):
-                raise TaskferryError(
+                raise Diverged(
                     f"the loss is no number at step {done}: lower the learning rate ({chosen.learning_rate:g})"
                 )
             if tell is not None:
@@ -150,11 +152,8 @@ def finetune(
             model.train(dropout)
             history.evaluations.append((done, total / ((done - 1) % chosen.every + 1), score))
             total = 0.0
-            if judge is not None and history.best == done:
-                run.keep()
             if checkpoint is not None:
                 run.save(checkpoint, done, history)
-        run.restore_best()
     finally:
         model.train(was_training)
         for name, parameter in model.named_parameters():
@@ -256,29 +255,17 @@ class _Run:
     optimiser: torch.optim.Optimizer
     identity: dict[str, Any]
     steps: int
-    best: dict[str, Tensor] = field(default_factory=dict)  # the weights that a judge found best so far
-
-    def keep(self) -> None:
-        """These weights are the best so far."""
-        self.best = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
-
-    @torch.no_grad()
-    def restore_best(self) -> None:
-        """Where there is a judge."""
-        for name, value in self.best.items():
-            self.trained[name].copy_(value)
 
     def save(self, path: Path, step: int, history: History) -> None:
-        """Weights, buffers, optimiser, the best weights, and what happened."""
+        """Weights, buffers, optimiser, and what happened."""
         tensors: dict[str, Tensor] = {f"weight.{name}": p.detach() for name, p in self.trained.items()}
         tensors |= {f"buffer.{name}": b for name, b in self.model.named_buffers()}  # running means of a normalisation
-        tensors |= {f"best.{name}": value for name, value in self.best.items()}
         if step < self.steps:  # a finished run needs no optimiser
             for name, parameter in self.trained.items():
                 for key, value in self.optimiser.state.get(parameter, {}).items():
                     tensors[f"{key}.{name}"] = value
         header = {"format": KIND, "step": step, "of": self.identity, "evaluations": history.evaluations}
-        write_safetensors(path, tensors, header if history.start is None else {**header, "start": history.start})
+        write_safetensors(path, tensors, header)
 
     def resume(self, path: Path) -> History:
         """What `save` left."""
@@ -286,7 +273,7 @@ class _Run:
             then, now = header.get("of"), json.loads(json.dumps(self.identity))
             if then != now:
                 changed = [name for name in now if not isinstance(then, dict) or then.get(name) != now[name]]
-                raise TaskferryError(
+                raise OtherRun(
                     f"{path} is of another run ({', '.join(changed)} differ): give another folder, or remove it"
                 )
             keys = set(file.keys())
@@ -295,8 +282,6 @@ class _Run:
                     buffer.copy_(file.get_tensor(f"buffer.{name}"))
                 for name, parameter in self.trained.items():
                     parameter.copy_(file.get_tensor(f"weight.{name}"))
-                    if f"best.{name}" in keys:
-                        self.best[name] = file.get_tensor(f"best.{name}").to(parameter.device)
                     state: dict[str, Any] = {
                         key: file.get_tensor(f"{key}.{name}").to("cpu" if key == "step" else parameter.device)
                         for key in ("step", "exp_avg", "exp_avg_sq")
@@ -305,4 +290,4 @@ class _Run:
                     if state:
                         self.optimiser.state[parameter] = state
             evaluations = [(int(step), float(value), score) for step, value, score in header["evaluations"]]
-            return History(evaluations, int(header["step"]), header.get("start"))
+            return History(evaluations, int(header["step"]))

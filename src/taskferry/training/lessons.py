@@ -10,6 +10,7 @@ two samples are, which needs no space in common. The teacher answers once, befor
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from taskferry.calibration.augmentation import Views
 from taskferry.calibration.batch import IGNORED, Batch, Calibration
 from taskferry.calibration.vocabulary import translation
+from taskferry.disk.files import hash_tensor
 from taskferry.engines.pair import ModelPair
 from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Loss
@@ -58,6 +60,15 @@ class Lesson(Objective):
     def bind(self, model: nn.Module, batches: Sequence[Batch]) -> Loss:  # noqa: ARG002
         """The model is known already."""
         return self.loss
+
+    def describe(self) -> str:
+        """With a hash of the inputs and of what is taught of them: another lesson is another training."""
+        digest = hashlib.sha256()
+        for name, value in sorted({**vars(self), **self.views.sides[1]}.items()):
+            for tensor in value if isinstance(value, list) else [value]:
+                if isinstance(tensor, Tensor):
+                    hash_tensor(digest, name, tensor)
+        return f"{super().describe()[:-1]}, {digest.hexdigest()[:16]})"
 
 
 def lesson_of(pair: ModelPair, tau: TaskVector, *, labels: float = 0.0, views: int = VIEWS, seed: int = 0) -> Lesson:

@@ -3,12 +3,15 @@
     >>> refined = refine(pair, tau, moved, Refinement(steps=100))
     >>> refined.tau, refined.kept, refined.evaluations
 
-No labels: the teacher is the tuned source. A part of the samples is kept aside; the step with the lowest loss there is
-kept, and where none is better than the start nothing changes.
+No labels: the teacher is the tuned source. A part of the samples is kept aside; where the last step is no better there
+than the start, nothing changes. No step between is chosen: twenty samples cannot tell which is best, and the rate falls
+to nothing at the end. What was moved has seen the samples that it was fitted on, so that its own loss is that of the
+changes which maps of the other samples made.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,10 +28,10 @@ from taskferry.errors import TaskferryError
 from taskferry.evaluation.pool import LazyBatches
 from taskferry.fitting.models import evaluating
 from taskferry.fitting.objectives import LanguageModel, Objective
-from taskferry.fitting.scale import calibration_loss
+from taskferry.fitting.scale import calibration_loss, moved_by
 from taskferry.settings import Settings
-from taskferry.taskvector import TaskVector
-from taskferry.training.finetuning import FineTuning, finetune
+from taskferry.taskvector import TaskVector, as_dense
+from taskferry.training.finetuning import Diverged, FineTuning, finetune
 from taskferry.training.lessons import VIEWS, Lesson, class_heads, lesson_of
 from taskferry.training.students import learning
 
@@ -37,7 +40,9 @@ LOOKS = 10  # at the samples kept aside
 # that of whole weights by the width, so that a step of AdamW changes what a layer says by a like share at any width.
 LORA, DENSE = 0.03, 0.09
 USUAL_WIDTH = 768  # of a change without matrices
-SHORT = 20  # steps: fewer cannot make good what steps of the full rate break first in whole weights
+# Steps, of whole weights: fewer cannot make good what steps of the full rate break first; more of a moved start, which
+# has something to break.
+SHORT, SHORT_MOVED = 20, 40
 STAGE = "refine"
 
 
@@ -79,31 +84,39 @@ class Refined:
 
     tau: TaskVector
     evaluations: tuple[tuple[int, float], ...]  # (step, loss on the samples kept aside), the start first
-    kept: int  # the step that was taken; 0: the start, because nothing was better
-    steps: int  # asked for
+    kept: int  # the steps that were taken; 0: the start, because the last was no better
+    settings: Refinement
     samples: int  # kept aside
     unit: str  # of the loss
     lesson: str
+    broken: str = ""  # why it ended early
 
     @property
     def sentence(self) -> str:
         """For people."""
-        before, after = dict(self.evaluations)[0], dict(self.evaluations)[self.kept]
+        before, after = self.evaluations[0][1], self.evaluations[-1][1]
+        if self.broken:
+            return f"Refining was dropped: {self.broken}; give a smaller --refine-rate, or none."
+        share = self.settings.labels
+        to = {0.0: "the tuned source", 1.0: "the labels"}.get(
+            share, f"the tuned source and (by {share:.0%}) the labels"
+        )
         if not self.kept:
             return (
-                f"Refining for {self.evaluations[-1][0]} steps did not lower the loss to the tuned source on "
-                f"{self.samples} samples kept aside ({before:.4g} {self.unit}): it was dropped."
+                f"Refining for {self.settings.steps} steps did not lower the loss to {to} on {self.samples} samples "
+                f"kept aside ({before:.4g} {self.unit} before, {after:.4g} after): it was dropped."
             )
         return (
-            f"Refined for {self.kept} steps: the loss to the tuned source on {self.samples} samples kept aside went "
-            f"from {before:.4g} to {after:.4g} {self.unit}."
+            f"Refined for {self.kept} steps: the loss to {to} on {self.samples} samples kept aside went from "
+            f"{before:.4g} to {after:.4g} {self.unit}."
         )
 
     def record(self) -> dict[str, Any]:
         """For machines."""
         return {
-            "steps": self.steps,
+            "steps": self.settings.steps,
             "kept": self.kept,
+            "labels": self.settings.labels,
             "held_out": self.samples,
             "unit": self.unit,
             "teacher": self.lesson,
@@ -131,22 +144,33 @@ def refine(
     start: TaskVector,
     settings: Refinement,
     *,
+    without: Sequence[TaskVector] = (),
     folder: Path | None = None,
 ) -> Refined:
-    """Train `start` on the target towards the source with `tau`; `folder` keeps checkpoints of it."""
+    """Train `start` on the target towards the source with `tau`; `folder` keeps checkpoints of it.
+
+    `without`: what `start` would be without each fold of the samples, where its method has used them (`Moved.without`).
+    """
     if pair.calibration.samples < 2:
         raise TaskferryError("refining needs two samples at least: one to learn from, one kept aside")
     target, progress = pair.target, pair.work.progress
     with evaluating(target):
         views = settings.views_of(pair.calibration, pair.objectives)
         lesson = lesson_of(pair, tau, labels=settings.labels, views=views, seed=settings.seed)
-        shuffled = torch.randperm(lesson.samples, generator=torch.Generator().manual_seed(settings.seed)).tolist()
-        count = max(1, round(settings.held_out * lesson.samples))
-        aside = shuffled[:count]
-        unseen = set(aside)
-        training = [i for i in range(len(lesson)) if i % lesson.samples not in unseen]
         size = settings.size(pair.objectives)
-        judged = list(LazyBatches(lesson, aside, size))
+        parts = kept_aside(pair.calibration, len(without), settings)
+        unseen = {sample for part in parts for sample in part}
+        training = [i for i in range(len(lesson)) if not lesson.views.samples_in(i) & unseen]
+        judged = [list(LazyBatches(lesson, part, size)) for part in parts]
+
+        def loss(part: Sequence[Batch]) -> float:
+            return len(part) and sum(map(len, part)) * calibration_loss(target, lesson.loss, part)
+
+        before = 0.0
+        for part, change in zip(judged, without or (start,), strict=True):
+            with moved_by(target, change) as set_scale:
+                set_scale(1.0)
+                before += loss(part)
         protocol = FineTuning(
             steps=settings.steps,
             batch=size,
@@ -157,26 +181,50 @@ def refine(
             every=max(1, settings.steps // LOOKS),
             seed=settings.seed,
         )
+        evaluations, after, broken = [(0, before / len(unseen))], start, ""
         with learning(target, start) as result:
-            history = finetune(
-                target,
-                _Part(lesson, training),
-                lesson,
-                protocol,
-                folder=folder,
-                judge=lambda: calibration_loss(target, lesson.loss, judged),
-                dropout=False,
-                progress=None if progress is None else lambda done, steps, _: progress(STAGE, done, steps),
-            )
-            after = result() if history.best else start
-    return Refined(
-        after, tuple(history.judged), history.best, settings.steps, count, lesson.unit, type(lesson).__name__.lower()
-    )
+            try:
+                history = finetune(
+                    target,
+                    _Part(lesson, training),
+                    lesson,
+                    protocol,
+                    folder=folder,
+                    anew=True,
+                    judge=lambda: sum(map(loss, judged)) / len(unseen),
+                    dropout=False,
+                    progress=None if progress is None else lambda done, steps, _: progress(STAGE, done, steps),
+                )
+            except Diverged as error:
+                broken = str(error)
+            else:
+                evaluations += history.judged
+                after = result() if evaluations[-1][1] < evaluations[0][1] else start
+    kept = 0 if after is start else settings.steps
+    kind = type(lesson).__name__.lower()
+    return Refined(after, tuple(evaluations), kept, settings, len(unseen), lesson.unit, kind, broken)
+
+
+def kept_aside(calibration: Calibration, folds: int, settings: Refinement) -> list[list[int]]:
+    """Sample numbers that never train, by the fold that they lie in; of all samples where no change is without some."""
+    shuffled = torch.randperm(calibration.samples, generator=torch.Generator().manual_seed(settings.seed)).tolist()
+    count = max(1, round(settings.held_out * len(shuffled)))
+    if not folds:
+        return [shuffled[:count]]
+    starts = itertools.accumulate(map(len, calibration.side(1)), initial=0)
+    placed = zip(starts, calibration.side(1), strict=False)  # the last start is the end
+    numbers = {batch.number: range(start, start + len(batch)) for start, batch in placed}
+    judging = enumerate(calibration.judging(folds))
+    fold_of = {i: fold for fold, batches in judging for batch in batches for i in numbers[batch.number]}
+    aside = [sample for sample in shuffled if sample in fold_of][:count]
+    return [[sample for sample in aside if fold_of[sample] == fold] for fold in range(folds)]
 
 
 def usual_rate(start: TaskVector, steps: int) -> float:
     """A learning rate for a change: by its form, by the width of its layers, and less in a few steps."""
     widths = sorted(min(delta.shape) for delta in start.deltas.values() if len(delta.shape) > 1)
     width = widths[len(widths) // 2] if widths else USUAL_WIDTH
-    found = LORA / math.sqrt(width) if start.low_rank else DENSE / width * min(1.0, steps / SHORT)
-    return float(f"{found:.2g}")
+    if start.low_rank:
+        return float(f"{LORA / math.sqrt(width):.2g}")
+    short = SHORT_MOVED if any(bool(as_dense(delta).any()) for delta in start.deltas.values()) else SHORT
+    return float(f"{DENSE / width * min(1.0, steps / short):.2g}")
