@@ -221,6 +221,17 @@ class FleetSettings(Settings):
     retries: int = Field(5, ge=0, description="how often a batch is tried again when a node is lost")
     address: str | None = Field(None, description="a running Ray cluster; one on this machine otherwise")
 
+    @model_validator(mode="after")
+    def _apart(self) -> FleetSettings:
+        """No output may take the place of another, nor of an adapter."""
+        names = [move.name for move in self.moves]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two moves are called {', '.join(twice)}: their outputs would overwrite each other")
+        if Path(self.out).resolve() == Path(self.adapters).resolve():
+            raise ValueError("out is the folder of the adapters: give another one for what is moved")
+        return self
+
 
 class EvaluateSettings(PlaceSettings):
     """taskferry evaluate."""

@@ -22,7 +22,7 @@ from taskferry import Alignment
 from taskferry.checkpoints import Skeleton, load_model, read_adapter
 from taskferry.errors import TaskferryError
 from taskferry.fleet import run as fleet
-from taskferry.fleet.move import RECORD, OpenAlignment, move_batch
+from taskferry.fleet.move import RECORD, WEIGHTS, OpenAlignment, move_batch
 from taskferry.fleet.store import Store
 from taskferry.settings import FleetSettings, Move
 from tests.helpers import folders
@@ -171,17 +171,60 @@ def broken(*given: Any, **named: Any) -> None:
 @pytest.mark.parametrize("address", ["memory://fleet-manifest", "{tmp}"])
 def test_parts_of_a_manifest_are_written_once_and_later_ones_win(address: str, tmp_path: Path) -> None:
     store = Store(address.format(tmp=tmp_path))
-    wanted = [("b", f"lora-{i}") for i in range(4)]
+    keys = [("b", f"lora-{i}") for i in range(4)]
+    wanted = dict.fromkeys(keys, "by these maps")
     first = fleet.Manifest.open(store, wanted)
     assert not first.states
+    for _, name in keys:
+        store.make(f"b--{name}")
+        store.write_text(f"b--{name}/taskferry.json", "{}")
     first.add([fleet.Moved("lora-0", "b", "done"), fleet.Moved("lora-1", "b", "failed", "why")])
     first.add([fleet.Moved("lora-2", "b", "done"), fleet.Moved("gone", "b", "done")])
     second = fleet.Manifest.open(store, wanted)
-    assert list(second.states) == [wanted[0], wanted[2]]  # what failed is tried again, what is gone does not count
+    assert list(second.states) == [keys[0], keys[2]]  # what failed is tried again, what is gone does not count
     second.add([fleet.Moved("lora-1", "b", "done")])
     store.write_text("manifest/part-9.jsonl", '{"adapter": "lora-3", "move": "b", "status": "do')
-    assert list(fleet.Manifest.open(store, wanted).states) == wanted[:3]
+    assert list(fleet.Manifest.open(store, wanted).states) == keys[:3]
     assert len(store.fs.ls(f"{store.root}/manifest")) == 4
+    other = {**wanted, keys[0]: "at another scale"}
+    assert list(fleet.Manifest.open(store, other).states) == keys[1:3]
+    store.fs.rm(f"{store.root}/b--lora-1", recursive=True)
+    assert list(fleet.Manifest.open(store, wanted).states) == [keys[0], keys[2]]  # an output that is gone is made again
+
+
+def test_a_fleet_with_other_maps_scale_or_adapters_is_moved_again(world: Path, tmp_path: Path) -> None:
+    adapters, out = tmp_path / "adapters", tmp_path / "moved"
+    for i in range(2):
+        shutil.copytree(world / "adapters" / f"good-{i}", adapters / f"good-{i}")
+    file = plan(world, out)
+    given = yaml.safe_load(file.read_text()) | {"adapters": str(adapters)}
+
+    def moved(**changed: Any) -> dict[str, bytes]:
+        file.write_text(yaml.safe_dump({**given, **changed}))
+        assert taskferry("fleet", file, "--json").json["done"] == 2
+        return {p.parent.name: p.read_bytes() for p in sorted(out.glob("b--*/adapter_model.safetensors"))}
+
+    first = moved()
+    assert moved() == first
+    half = moved(scale=0.5)
+    assert all(half[name] != first[name] for name in first)
+    shutil.rmtree(out / "b--good-0")
+    assert moved(scale=0.5) == half
+    shutil.copyfile(world / "adapters" / "good-2" / WEIGHTS, adapters / "good-1" / WEIGHTS)
+    last = moved(scale=0.5)
+    assert last["b--good-0"] == half["b--good-0"]
+    assert last["b--good-1"] != half["b--good-1"]
+
+
+def test_a_fleet_whose_outputs_would_overwrite_each_other_is_refused(world: Path, tmp_path: Path) -> None:
+    file = plan(world, tmp_path / "moved")
+    given = yaml.safe_load(file.read_text())
+    for changed, words in (
+        ({"moves": [*given["moves"], dict(given["moves"][0])]}, "two moves are called b"),
+        ({"out": given["adapters"]}, "out is the folder of the adapters"),
+    ):
+        file.write_text(yaml.safe_dump({**given, **changed}))
+        assert words in taskferry("fleet", file, code=2).err
 
 
 def test_no_address_that_nothing_opens() -> None:

@@ -200,13 +200,20 @@ def _columns(path: Path) -> dict[str, list[Any]]:
     if text.lstrip().startswith("["):
         rows = json.loads(text)
     else:
-        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+        rows = [_parsed(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise TaskferryError(f'{path}: entry {number} is no object with columns, such as {{"text": …}}')
     rows = evened(rows)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _parsed(path: Path, number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TaskferryError(f"{path}, line {number}: no JSON ({error.msg}, column {error.colno})") from error
 
 
 def _line(error: Exception) -> str:

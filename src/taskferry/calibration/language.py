@@ -93,9 +93,11 @@ def language_calibration(
         labels = ids.masked_fill((mask == 0) | ~counted, IGNORED)
         lost = [chosen[i] for i in range(len(chosen)) if not bool((labels[i] != IGNORED).any())]
         if lost:
+            text = texts[lost[0] - chosen[0]]
+            told = f"the sample '{text[:60]}…'" if text.strip() else "a sample that is blank"
             raise TaskferryError(
-                f"sample {lost[0]}: nothing of its answer fits in {max_length} tokens: raise --max-length (max_length) "
-                "or leave a blank answer out"
+                f"{told}: nothing of its answer fits in {max_length} tokens: leave blank answers out, or raise "
+                "--max-length (max_length)"
             )
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         return Batch(inputs, None, tuple(chosen), {"tokens": spans})

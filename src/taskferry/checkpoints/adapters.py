@@ -35,6 +35,7 @@ from taskferry.taskvector import Delta, LowRank, TaskVector, match_names
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+TIED = ("lm_head", "embed_out")  # heads that many bases give the weights of their embedding
 _HEADS = ("classifier", "score")  # what PEFT saves of a classifier, asked for or not
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 
@@ -146,7 +147,7 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
         if change.shape != shape:
             raise TaskferryError(
                 f"{folder} was made on another base model{_own_base(folder)}: {name} changes by a matrix of shape "
-                f"{change.shape}, the base has {shape}; give the adapter's own base as --source-base"
+                f"{change.shape}, the base has {shape}; give the base that it was made on"
             )
         deltas[name] = change
     wrong = not_finite({name: (d.left, d.right) for name, d in deltas.items() if isinstance(d, LowRank)})
@@ -227,11 +228,23 @@ def _matched(
             renamed = {base.older(f"{module}.weight").removesuffix(".weight"): f for module, f in factors.items()}
             with suppress(TaskferryError):
                 return renamed, match_names([f"{module}.weight" for module in renamed], base.parameters)
-        first = next(iter(factors))
+        lost = [module for module in factors if not _known(module, base)]
+        if lost and all(module.rpartition(".")[2] in TIED for module in lost):
+            raise TaskferryError(
+                f"{folder} changes {lost[0]}, which its base has no weight for (it shares that of the embedding): "
+                "train the adapter without it"
+            ) from error
         raise TaskferryError(
-            f"{folder} was made on another base model{_own_base(folder)}: the base has no module {first}; give the "
-            "adapter's own base as --source-base (perhaps --source-base and --target-base are swapped)"
+            f"{folder} was made on another base model{_own_base(folder)}: the base has no module "
+            f"{(lost or list(factors))[0]}; give the base that it was made on (in a transfer, perhaps --source-base "
+            "and --target-base are swapped)"
         ) from error
+
+
+def _known(module: str, base: Skeleton) -> bool:
+    with suppress(TaskferryError):
+        return bool(match_names([f"{module}.weight"], base.parameters))
+    return False
 
 
 def _own_base(folder: Path) -> str:

@@ -150,10 +150,14 @@ def copy_side_files(source: Path, folder: Path) -> None:
 def tokenizer(loaded: Loaded) -> Any:
     """The fast tokenizer of the folder."""
     transformers = imported("transformers")
+    copy = "copy the files of the tokenizer from the model that it was made of"
     try:
-        return transformers.AutoTokenizer.from_pretrained(loaded.folder, trust_remote_code=False)
+        found = transformers.AutoTokenizer.from_pretrained(loaded.folder, trust_remote_code=False)
     except Exception as error:  # whatever stands in its files
-        raise TaskferryError(f"{loaded.given} has no tokenizer that loads: {first_line(error)}") from error
+        raise TaskferryError(f"{loaded.given} has no tokenizer that loads ({first_line(error)}): {copy}") from error
+    if not found("a word", add_special_tokens=False)["input_ids"]:  # of a folder without its files, for some families
+        raise TaskferryError(f"{loaded.given} has a tokenizer without words: {copy}")
+    return found
 
 
 def image_transform(loaded: Loaded) -> Any:

@@ -126,6 +126,8 @@ def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
 @contextmanager
 def open_safetensors(path: str | Path, kind: str) -> Iterator[tuple[Any, dict[str, Any]]]:
     """(file, header) of a file that `write_safetensors` wrote with `{"format": kind}`."""
+    if Path(path).is_dir():
+        raise TaskferryError(f"{path} is a folder, where a file is wanted: {kind}")
     if not Path(path).is_file():
         raise TaskferryError(f"{path} does not exist")
     try:

@@ -95,6 +95,8 @@ def evaluate(
                 units += len(batch)
             if tell is not None:
                 tell(done, len(test))
+    if not samples or (isinstance(objective, LanguageModel) and not units):
+        raise TaskferryError("nothing of the test samples can be scored: they are empty for this model")
     accuracy = 100.0 * right / max(1, samples) if choosing else None
     found = (None, None) if answers is None else (answers.right, answers.exact)
     return Score(accuracy, total / max(1, units), samples, *found)

@@ -65,7 +65,7 @@ class TaskHead:
         if first.get_submodule(name).in_features != weight.shape[1]:
             raise TaskferryError(
                 f"the head {name} reads {weight.shape[1]} numbers, that of {source.given} "
-                f"{first.get_submodule(name).in_features}: give the adapter's own base as --source-base"
+                f"{first.get_submodule(name).in_features}: give the base that the adapter was made on as --source-base"
             )
         bias = saved.get(f"{name}.bias")
         return cls(name, weight, None if bias is None else bias.float(), (first, second), (source.model, target.model))

@@ -36,6 +36,7 @@ class Moved:
     reason: str = ""
     seconds: float = 0.0  # its share of its batch
     again: bool = False  # whether the output was there already, made from the same input
+    stamp: str = ""  # of the alignment, the scale and the adapter's files: done once for these
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def move_batch(
     for found, tau in zip(read, taus, strict=True):
         ended[found.name] = _write(opened, move, found, tau, outputs, scale)
     moved = [found for found in ended.values() if isinstance(found, Moved)]
-    outputs.settle(_place(move.name, each.adapter) for each in moved if each.status == "done" and not each.again)
+    outputs.settle(place_of(move.name, each.adapter) for each in moved if each.status == "done" and not each.again)
     seconds = (time.perf_counter() - started) / max(1, len(moved))
     return [replace(each, seconds=seconds) for each in moved]
 
@@ -93,7 +94,7 @@ def _read(opened: OpenAlignment, move: str, name: str, inputs: Store, outputs: S
             before = _stamps(folder)
             hashes = _hashes(folder)
             made_from = _digest(hashes, recipe)
-            if _is_made_from(outputs, _place(move, name), made_from):
+            if _is_made_from(outputs, place_of(move, name), made_from):
                 return Moved(name, move, "done", again=True)
             adapter = read_adapter(folder, opened.source)
             if _stamps(folder) != before:
@@ -107,7 +108,7 @@ def _write(
     opened: OpenAlignment, move: Move, read: Read, tau: TaskVector | None, outputs: Store, scale: float
 ) -> Moved:
     """What `taskferry apply` would write."""
-    place = _place(move.name, read.name)
+    place = place_of(move.name, read.name)
     given = {"alignment": move.alignment, "source_tuned": read.name, "target_base": move.target_base}
     settings = ApplySettings(**given, scale=scale, out=Path(place))
     words = ["taskferry", "apply", move.alignment, read.name, "--target-base", move.target_base, "--scale", scale]
@@ -168,5 +169,6 @@ def _is_made_from(outputs: Store, place: str, made_from: str) -> bool:
         return record.get("holds") == _digest(_hashes(folder))
 
 
-def _place(move: str, name: str) -> str:
+def place_of(move: str, name: str) -> str:
+    """The folder of an output."""
     return f"{move}--{name}"

@@ -16,19 +16,22 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from taskferry.alignment import Alignment
+from taskferry.disk.inputs import stamp
 from taskferry.errors import TaskferryError, first_line
-from taskferry.fleet.move import Moved, OpenAlignment, failed, move_batch
+from taskferry.fleet.move import FILES, Moved, OpenAlignment, failed, move_batch, place_of
 from taskferry.fleet.store import Store
 from taskferry.fleet.summary import summary_page
+from taskferry.jobs.record import RECORD
 from taskferry.settings import FleetSettings, Move
 
 MANIFEST = "manifest"
@@ -44,12 +47,16 @@ class Manifest:
 
     store: Store
     states: dict[tuple[str, str], Moved]
+    wanted: Mapping[tuple[str, str], str]  # with the stamp of what each is made from
     run: str = field(default_factory=_run_name)  # parts of a later run, and later parts of a run, sort behind
     parts: int = 0
 
     @classmethod
-    def open(cls, store: Store, wanted: Iterable[tuple[str, str]]) -> Manifest:
-        """What earlier runs have done of it; what failed is tried again, it may have been mended."""
+    def open(cls, store: Store, wanted: Mapping[tuple[str, str], str]) -> Manifest:
+        """What earlier runs have done of it and still lies there; what failed may have been mended, and is tried again.
+
+        So is what is to be made from something else now: another alignment, scale or adapter.
+        """
         store.make(MANIFEST)
         states: dict[tuple[str, str], Moved] = {}
         for line in store.read_lines(MANIFEST):
@@ -58,10 +65,19 @@ class Manifest:
                 states[moved.move, moved.adapter] = moved
             except (ValueError, TypeError):
                 continue  # the last line of a driver that was killed
-        return cls(store, {key: states[key] for key in wanted if key in states and states[key].status == "done"})
+        there = store.stamps([RECORD])
+        done = {
+            key: state
+            for key, stamp in wanted.items()
+            if (state := states.get(key)) is not None
+            and (state.status, state.stamp) == ("done", stamp)
+            and place_of(*key) in there
+        }
+        return cls(store, done, wanted)
 
     def add(self, moved: Sequence[Moved]) -> None:
         """Write down what a batch came to."""
+        moved = [replace(each, stamp=self.wanted.get((each.move, each.adapter), "")) for each in moved]
         self.states |= {(each.move, each.adapter): each for each in moved}
         lines = "".join(json.dumps(asdict(each)) + "\n" for each in moved)
         self.store.write_text(f"{MANIFEST}/part-{self.run}-{self.parts:08d}.jsonl", lines)
@@ -84,7 +100,16 @@ def run_fleet(settings: FleetSettings, reporter: FleetReporter | None = None) ->
     names = inputs.adapters()
     if not names:
         raise TaskferryError(f"{settings.adapters} holds no adapters: folders with adapter_config.json are needed")
-    manifest = Manifest.open(outputs, ((move.name, name) for move in settings.moves for name in names))
+    lost = [str(move.alignment) for move in settings.moves if not Path(move.alignment).is_file()]
+    if lost:
+        raise TaskferryError(f"{lost[0]} does not exist: `taskferry fit` writes an alignment")
+    stamps = inputs.stamps(FILES)
+    recipes = {
+        move.name: f"{stamp(Path(move.alignment))} {move.target_base} {settings.scale}" for move in settings.moves
+    }
+    manifest = Manifest.open(
+        outputs, {(move, name): f"{recipe} {stamps.get(name)}" for move, recipe in recipes.items() for name in names}
+    )
     before, total = len(manifest.states), len(names) * len(settings.moves)
     work = [(move, [name for name in names if (move.name, name) not in manifest.states]) for move in settings.moves]
     counts = {"done": before, "failed": 0}

@@ -49,6 +49,18 @@ class Store:
         ]
         return sorted(name for at in folders if not (name := at.rsplit("/", 1)[-1]).startswith("."))
 
+    def stamps(self, names: Iterable[str]) -> dict[str, str]:
+        """Of each folder that holds one of these files, what a listing says of them: another stamp, another content."""
+        wanted, found = set(names), dict[str, list[str]]()
+        for path, entry in self.fs.find(self.root, maxdepth=2, detail=True).items():
+            *_, folder, name = str(path).split("/")
+            if name in wanted:
+                known = [
+                    str(entry[key]) for key in ("size", "ETag", "mtime", "LastModified", "created") if key in entry
+                ]
+                found.setdefault(folder, []).append(" ".join([name, *known]))
+        return {folder: "; ".join(sorted(stamps)) for folder, stamps in found.items()}
+
     def read_text(self, name: str) -> str:
         """A small file, or nothing."""
         try:

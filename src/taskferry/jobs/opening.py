@@ -182,6 +182,8 @@ def without_weights(settings: PlanSettings) -> tuple[Job, tuple[torch.dtype, tor
 
     Maps are counted for every layer where it is none.
     """
+    if settings.generates:
+        raise TaskferryError("--device-memory plans without weights, which cannot write samples: give a file of them")
     found, precisions = [], []
     for name in ("source_base", "target_base"):
         given = getattr(settings, name)

@@ -147,7 +147,7 @@ class TransferSettings(MethodSettings, OutputSettings, Writing):
     head: Literal["keep", "move"] = Field(
         "keep", description="the task head of a classification LoRA: leave it behind, or move it as well"
     )
-    paper: bool = Field(False, description="exactly as in the paper: BiCo, maps of full rank, scale 1")
+    paper: bool = Field(False, strict=True, description="exactly as in the paper: BiCo, maps of full rank, scale 1")
 
     @model_validator(mode="before")
     @classmethod
