@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,18 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from taskferry import LowRank, TaskferryError, TaskVector
+from taskferry import LowRank, TaskferryError, TaskVector, load_model
 from taskferry.calibration.augmentation import Views
 from taskferry.fitting.scale import moved_by
 from taskferry.jobs.cost import Plan
+from taskferry.jobs.plan import plan_job
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.transfer import transfer
-from taskferry.methods import Job, run
+from taskferry.methods import Job, find, run
 from taskferry.sites.discovery import find_sites
 from taskferry.taskvector import as_dense
 from taskferry.training.lessons import lesson_of
@@ -169,11 +171,11 @@ def test_views_are_about_as_many_as_the_steps_show(steps: int, views: int) -> No
 
 
 def test_passes_count_the_steps_the_teacher_and_the_samples_kept_aside() -> None:
-    """In passes with gradients over 24 samples: two steps of 48, one of the teacher with 4 views each, ten looks."""
+    """In passes with gradients over 24 samples: two steps of 48, the teacher's with 4 views each, three looks."""
     pictures, texts = job("vit"), job("bert-classifier")
     settings = Refinement(steps=2, batch=48, held_out=0.3)
     found = settings.passes(pictures.calibration, texts.pair.objectives)
-    assert found == pytest.approx(2 * 48 / 24 + (1 + 4) / 3 + 10 * 0.3 / 3)
+    assert found == pytest.approx(2 * 48 / 24 + (1 + 4) / 3 + 3 * 0.3 / 3)
 
 
 def test_the_rate_falls_with_the_width_of_whole_weights_and_with_its_root_of_factors() -> None:
@@ -284,6 +286,78 @@ def test_settings_of_a_refinement_need_one(pair: dict[str, Any], tmp_path: Path)
     assert many["cheaper"].startswith("--method cold: training alone with so many steps")
     cold = taskferry("transfer", *words(pair), *out, "--method", "cold", "--refine", 3, "--dry-run", "--json")
     assert "cheaper" not in cold.json["plan"]
+
+
+def test_training_from_scratch_is_told_of_as_what_it_is(pair: dict[str, Any], tmp_path: Path) -> None:
+    """Nothing was moved, and what was written is better: verdict, warnings, card and report say so."""
+    out = tmp_path / "cold"
+    ran = taskferry("transfer", *words(pair), "--samples", 12, "--method", "cold", "--refine", 4, "--refine-rate", 0.01,
+                    "--out", out)  # fmt: skip
+    assert "Nothing was moved: training began at the target" in " ".join(ran.out.split())
+    assert "but worse" not in ran.out
+    assert "rm -r" not in ran.out
+    record = json.loads((out / "taskferry.json").read_text())
+    assert record["refined"]["kept"] == 4
+    assert record["verdict"]["better"] is True
+    assert any("only 12 samples" in warning for warning in record["verdict"]["warnings"])
+    assert not any("went UP" in warning for warning in record["verdict"]["warnings"])
+    card = (out / "README.md").read_text()
+    assert "scale: none, nothing was moved" in card
+    assert "without labels" in card
+    assert max(record["spectrum"]["after"]) > 0  # of what is written
+    taskferry("report", out, "--out", tmp_path / "cold.html")
+    assert "It helps on the samples" in (tmp_path / "cold.html").read_text()
+    alone = taskferry("transfer", *words(pair), "--method", "cold", "--out", tmp_path / "none", code=2)
+    assert "add --refine STEPS" in alone.err
+
+
+def test_what_cannot_be_refined_is_refused_before_any_work(pair: dict[str, Any], tmp_path: Path) -> None:
+    out = ["--out", tmp_path / "out", "--samples", 12]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"the ferry {i}"}) + "\n" for i in range(12)))
+    asked = [*words({**pair, "calibration": prompts}), *out, "--method", "cold", "--refine", 3, "--refine-labels", 0.5]
+    assert "the tuned source's own" in taskferry("transfer", *asked, code=2).err
+    dense = taskferry("transfer", *words(pair), *out, "--method", "few-shot", "--dry-run", code=2)
+    assert "write it with --as-model" in dense.err
+    lora = tmp_path / "more"
+    shutil.copytree(pair["source_tuned"], lora)
+    tensors = load_file(lora / "adapter_model.safetensors")
+    base = load_model(str(pair["source_base"])).model
+    saved = base.get_parameter("model.embed_tokens.weight").detach() + 1
+    save_file({**tensors, "base_model.model.model.embed_tokens.weight": saved}, lora / "adapter_model.safetensors")
+    config = json.loads((lora / "adapter_config.json").read_text())
+    (lora / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": ["embed_tokens"]}))
+    whole = taskferry("transfer", *words({**pair, "source_tuned": lora}), *out, "--refine", 3, "--dry-run", code=2)
+    assert "embed_tokens.weight (modules_to_save), which is not in its change" in whole.err
+
+
+def test_another_lesson_is_another_training(pair: dict[str, Any], tmp_path: Path) -> None:
+    """What a killed run has left is not taken for a run by other labels."""
+
+    def settings(out: str, labels: float) -> TransferSettings:
+        return TransferSettings(**{name: str(value) for name, value in pair.items()}, out=str(tmp_path / out),
+                                samples=12, method="cold", refine=10, refine_rate=0.01, refine_labels=labels)  # fmt: skip
+
+    with pytest.raises(KeyboardInterrupt):
+        transfer(settings("half", 0.0), command="", reporter=Killed(10))
+    transfer(settings("half", 1.0), command="")
+    transfer(settings("whole", 1.0), command="")
+    found = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("half", "whole")]
+    assert found[0] == found[1]
+
+
+def test_plans_count_training() -> None:
+    given = job("bert-classifier")
+    plans = {
+        name: plan_job(given, find(name), find(name).checked({}), scale="auto").stages
+        for name in ("bico", "distil", "few-shot")
+    }
+    assert "train" not in plans["bico"]
+    assert plans["distil"]["train"] > 0
+    assert plans["few-shot"]["train"] > 0
+    costs = [find("few-shot").cost(given, {"steps": steps}).training for steps in (20, 40, "auto")]
+    assert costs[0] < costs[1] < costs[2]
+    assert find("distil").cost(given, {"steps": 100}).training > find("distil").cost(given, {"steps": 50}).training > 50
 
 
 def test_a_plan_for_real_language_models_says_what_got_further(

@@ -53,6 +53,11 @@ class Prepared:
     labels: str  # where they came from, for people
     by_data: bool = False  # whether each sample came with its class
 
+    @property
+    def taught(self) -> bool:
+        """Whether the tuned source has labelled or answered some of them."""
+        return "(teacher)" in self.labels
+
     def shots(self, side: int) -> list[Batch]:
         """The samples of one model: 0 the source, 1 the target."""
         return self.calibration.side(side)

@@ -26,16 +26,23 @@ def teacher_model(source: Loaded, tuned: Tuned | None) -> Iterator[torch.nn.Modu
     """The tuned source: base + τ where that is all of it, or as it was saved, with its head."""
     if tuned is None:
         raise TaskferryError("labels from the teacher need the tuned source: give --source-tuned")
-    if any("modules_to_save" in reason for reason in tuned.ignored.values()):
-        raise TaskferryError(
-            f"{tuned.given} brings a head of its own, which its base lacks: give labels, or the merged model"
-        )
+    check_whole(tuned, "give labels")
     if tuned.adapter is not None or not Path(tuned.given).is_dir() or not (tuned.ignored or source.absent):
         with moved_by(source.model, tuned.tau) as set_scale:
             set_scale(1.0)
             yield source.model
     else:
         yield load_model(tuned.given, dtype=source.precision).model.to(device_of(source.model))
+
+
+def check_whole(tuned: Tuned, otherwise: str) -> None:
+    """Whether base + τ is all of the tuned source, but for parts that it saved as they are."""
+    saved = [name for name, reason in tuned.ignored.items() if "modules_to_save" in reason]
+    if saved:
+        raise TaskferryError(
+            f"{tuned.given} has also trained {saved[0]} (modules_to_save), which is not in its change, so that base "
+            f"and change are not the tuned source: {otherwise}, or merge the adapter and give the full model"
+        )
 
 
 @torch.no_grad()

@@ -91,7 +91,8 @@ def method_cost(job: Job, method: Method, own: Mapping[str, Any], scale: float |
     cost = method.cost(job, own)
     if not method.needs.change:
         return replace(cost, evaluations=1)  # the target as it is
-    looked_at = EVALUATIONS if scale == "auto" and cost.evaluations == 0 else 2 if scale is not None else 0
+    chosen = cost.evaluations > 0
+    looked_at = EVALUATIONS if scale == "auto" and not chosen else 2 if scale is not None else 0
     if scale != "auto" or not method.needs.maps:
         return replace(cost, evaluations=cost.evaluations + looked_at)
     judged = job.judged
@@ -137,7 +138,8 @@ def _trained(job: Job, pairs: list[Pair], refinement: Refinement) -> _Trained:
     heads, samples = job.pair.objectives, job.calibration
     shapes = [(job.tau.deltas.get(p.source.weight), p.target.shape) for p in pairs]
     learn = [d.rank * sum(shape) if isinstance(d, LowRank) else shape[0] * shape[1] for d, shape in shapes]
-    return _Trained(refinement.passes(samples, heads), min(refinement.size(heads), samples.samples), sum(learn))
+    inputs = samples.samples * (1 + refinement.views_of(samples, heads))
+    return _Trained(refinement.passes(samples, heads), min(refinement.size(heads), inputs), sum(learn))
 
 
 def plan_whole(pair: WholePair, pairs: list[Pair], cost: Cost, trained: _Trained | None = None) -> Plan:
@@ -190,6 +192,7 @@ def plan_whole(pair: WholePair, pairs: list[Pair], cost: Cost, trained: _Trained
             "hash": weights / machine.hashing,
             "scale": cost.evaluations * 0.25 * passes,  # a forward pass of the target: half of its half
             # Forward, and back to both inputs and weights.
+            **({"train": cost.training * 0.75 * passes} if cost.training else {}),
             **({} if trained is None else {STAGE: trained.passes * 0.75 * passes}),
         },
     )

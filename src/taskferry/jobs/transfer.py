@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from taskferry.checkpoints import Adapter, Tuned
+from taskferry.checkpoints.conversion import peft_for
 from taskferry.disk.staging import check_free
 from taskferry.engines.pair import ModelPair
 from taskferry.errors import TaskferryError
 from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.scale import ScaleCurve
 from taskferry.fitting.task_head import MovedHead, TaskHead
+from taskferry.fitting.teacher import check_whole
 from taskferry.jobs.forecast import foretold
 from taskferry.jobs.opening import Opened, cut_line, opened
 from taskferry.jobs.output import FORMS, dequantised, in_form, output_kind, write_output
@@ -27,6 +29,7 @@ from taskferry.jobs.verdict import Judged, verdict
 from taskferry.methods import Job, Moved, find
 from taskferry.methods.registry import without_move
 from taskferry.taskvector import LazyDeltas, TaskVector
+from taskferry.training.lessons import Likeness, kind_of
 from taskferry.training.refinement import STAGE, refine
 
 MANY_STEPS = 100  # from where on a moved start was hardly better than none (docs/how-to/refine.md)
@@ -47,6 +50,7 @@ def transfer(
     with opened(settings, timing, settings.out, dry_run=dry_run) as models:
         kind, drawn = output_kind(settings, models.tuned.adapter), models.drawn
         head = _head(settings, models, kind)
+        _check_training(settings, models, kind)
         job = Job(models.pair, models.tuned.tau)
         if settings.scale == "auto" and method.needs.maps:
             job = job.in_folds()
@@ -60,8 +64,6 @@ def transfer(
         moved = method.move(job, own)
         if not len(moved.tau):
             raise TaskferryError(f"nothing of {settings.source_tuned} moved: {summary(moved.tau)}")
-        if kind == "lora" and settings.rank is None and settings.energy is None and not moved.tau.low_rank:
-            raise TaskferryError(f"the method {method.name} makes a dense change of a LoRA: write it with --as-model")
         timing.ends("apply")
         # Cut first: the scale and the verdict are those of what is written.
         final, cut = in_form(settings, kind, moved.tau)
@@ -140,6 +142,26 @@ def _head(settings: TransferSettings, models: Opened, kind: str) -> TaskHead | N
     if kind != "lora" or len(models.models) != 2:
         raise TaskferryError(f"a head is written beside a LoRA, not in {FORMS[kind]}: give --head keep")
     return TaskHead.of(models.tuned.adapter, *models.models)
+
+
+def _check_training(settings: TransferSettings, models: Opened, kind: str) -> None:
+    """Refuses what could only fail after the whole move."""
+    cut = settings.rank is not None or settings.energy is not None
+    if find(settings.method).needs.dense and kind == "lora" and not cut:
+        raise TaskferryError(f"the method {settings.method} makes a dense change of a LoRA: write it with --as-model")
+    refinement = settings.refinement
+    if refinement is None:
+        return
+    lesson = kind_of(models.pair.objectives, refinement.labels)
+    if refinement.labels and (models.prepared.taught or models.drawn is not None):
+        raise TaskferryError(
+            f"--refine-labels: the labels here are the tuned source's own ({models.prepared.labels}): give data with "
+            "labels, or leave it out"
+        )
+    if refinement.labels < 1 and lesson is not Likeness:  # features need no head
+        check_whole(models.tuned, "leave --refine out")
+    if kind == "lora":
+        peft_for("refine a LoRA")
 
 
 def with_head(tuned: Tuned, head: MovedHead | None) -> tuple[Adapter | None, Mapping[str, str]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
-from taskferry.methods import Job, Moved, Needs, Shown, TableRow, method, run
+from taskferry.fitting.scale import EVALUATIONS
+from taskferry.methods import Cost, Job, Moved, Needs, Shown, TableRow, find, method, run
 from taskferry.training.lessons import VIEWS
 from taskferry.training.refinement import Refinement, refine
 
@@ -14,7 +16,17 @@ ROWS = (
 )
 
 
+def distil_cost(job: Job, *, start: str, **settings: Any) -> Cost:
+    """The move, the search for its scale, and the training."""
+    moved = find(start)
+    own = moved.cost(job, moved.checked({}))
+    trained = Refinement(**settings).passes(job.calibration, job.pair.objectives)
+    searched = EVALUATIONS if moved.needs.change and not own.evaluations else 0
+    return replace(own, evaluations=own.evaluations + searched, training=trained)
+
+
 @method(
+    costs=distil_cost,
     needs=Needs(gradients=True, captures=1, training=True, whole=True),
     shown=Shown(
         8, "moved by bico, then trained for a few steps towards the tuned source on the calibration samples", ROWS

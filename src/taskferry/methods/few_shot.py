@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice, repeat
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from taskferry.fitting.capture import Loss
 from taskferry.fitting.models import device_of, evaluating
 from taskferry.fitting.objectives import Classifier, Objective
 from taskferry.fitting.scale import calibration_loss, moved_by
-from taskferry.methods import CannotMove, Job, Moved, Needs, Shown, TableRow, method, run
+from taskferry.methods import CannotMove, Cost, Job, Moved, Needs, Shown, TableRow, method, run
 from taskferry.taskvector import TaskVector
 from taskferry.training.finetuning import FineTuning, descend
 
@@ -31,8 +31,16 @@ ROWS = (
 )
 
 
+def few_shot_cost(job: Job, *, steps: int | Literal["auto"], start: str, folds: int, **_: Any) -> Cost:  # noqa: ARG001
+    """A pass a step; the search for their number takes most of its longest run in each fold."""
+    moved = int(start == "bico")
+    searched = (folds - 1) * CANDIDATES[-1] * 1.5 if steps == "auto" else 0.0
+    return Cost(moved, moved, training=searched + (CANDIDATES[-1] if steps == "auto" else steps))
+
+
 @method(
-    needs=Needs(gradients=True, training=True, whole=True),
+    costs=few_shot_cost,
+    needs=Needs(gradients=True, training=True, dense=True, whole=True),
     shown=Shown(7, "the target was fine-tuned on the calibration samples", ROWS),
 )
 def few_shot(

@@ -21,7 +21,7 @@ ROWS = (
 )
 
 
-@method(needs=Needs(gradients=True, whole=True), shown=Shown(4, "nothing was trained", ROWS))
+@method(needs=Needs(gradients=True, dense=True, whole=True), shown=Shown(4, "nothing was trained", ROWS))
 def gradfix(
     job: Job,
     *,

@@ -158,6 +158,7 @@ class Needs:
     gradients: bool = False
     captures: int = 0  # how often both models are seen
     training: bool = False
+    dense: bool = False  # its change of a LoRA is none
     whole: bool = False  # the models themselves, in the memory of one process
     maps: bool = False  # whether it leaves maps that another change can pass through
     change: bool = True  # what was learned at the source; where not, it is a start for training alone
@@ -199,6 +200,7 @@ class Cost:
     rough: int = 0  # plain maps of one capture that are solved on the way
     sums: type[CrossCovariance] = CrossCovariance  # of the output side
     directions: int = 0  # the most that a map of wide spaces has; 0: as many as there are
+    training: float = 0  # passes of the target over all samples, with the gradients of its weights
 
     @property
     def versions(self) -> int:

@@ -74,20 +74,27 @@ class Lesson(Objective):
 def lesson_of(pair: ModelPair, tau: TaskVector, *, labels: float = 0.0, views: int = VIEWS, seed: int = 0) -> Lesson:
     """What a source with its task vector teaches; `labels` is the share of the loss that the data's own labels get."""
     models, calibration, heads = (pair.source, pair.target), pair.calibration, pair.objectives
-    classes = class_heads(heads)
+    kind, classes = kind_of(heads, labels), class_heads(heads)
     with moved_by(pair.source, tau) as set_scale, evaluating(pair.source), torch.no_grad():
         set_scale(1.0)
         if classes is not None:
             return Classes(models, calibration, classes, labels, views, seed)
-        if all(isinstance(head, LanguageModel) for head in heads):
-            return Tokens(models, calibration, labels)
-        if all(isinstance(head, Classifier) for head in heads):
-            if labels:
-                raise TaskferryError("the head of these encoders is made from samples: labels cannot be mixed in")
-            return Likeness(models, calibration)
+        return Tokens(models, calibration, labels) if kind is Tokens else Likeness(models, calibration)
+
+
+def kind_of(heads: tuple[Objective, Objective], labels: float = 0.0) -> type[Lesson]:
+    """What the tuned source teaches by these losses; an error where it can teach nothing."""
+    if class_heads(heads) is not None:
+        return Classes
+    if all(isinstance(head, LanguageModel) for head in heads):
+        return Tokens
+    if all(isinstance(head, Classifier) for head in heads):
+        if labels:
+            raise TaskferryError("the head of these encoders is made from samples: labels cannot be mixed in")
+        return Likeness
     raise TaskferryError(
         f"the tuned source cannot teach by {heads[0].describe()}: a refinement needs models that score classes, "
-        "language models, or encoders with a head made from labels"
+        "language models, or encoders with a head made from labels; leave --refine out"
     )
 
 

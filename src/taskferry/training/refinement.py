@@ -35,7 +35,7 @@ from taskferry.training.finetuning import Diverged, FineTuning, finetune
 from taskferry.training.lessons import VIEWS, Lesson, class_heads, lesson_of
 from taskferry.training.students import learning
 
-LOOKS = 10  # at the samples kept aside
+LOOKS = 10  # at the samples kept aside, about
 # Learning rates. That of factors is divided by the root of the width, because entries of wider weights are smaller;
 # that of whole weights by the width, so that a step of AdamW changes what a layer says by a like share at any width.
 LORA, DENSE = 0.03, 0.09
@@ -61,6 +61,11 @@ class Refinement(Settings):
     held_out: float = Field(0.2, gt=0, lt=1, description="share of the samples kept aside")
     seed: int = Field(0, description="of the samples kept aside, of views and of their order")
 
+    @property
+    def every(self) -> int:
+        """Steps from one look at the samples kept aside to the next."""
+        return max(1, self.steps // LOOKS)
+
     def size(self, heads: tuple[Objective, Objective]) -> int:
         """Samples a step."""
         return self.batch or (8 if isinstance(heads[1], LanguageModel) else 64)
@@ -75,7 +80,8 @@ class Refinement(Settings):
         """Over all samples, with their gradients: of the steps; of the teacher and the evaluations, forward alone."""
         views = self.views_of(calibration, heads)
         inputs = self.steps * min(self.size(heads), calibration.samples * (1 + views))
-        return inputs / calibration.samples + (1 + views + LOOKS * self.held_out) / 3
+        looks = 1 + math.ceil(self.steps / self.every)
+        return inputs / calibration.samples + (1 + views + looks * self.held_out) / 3
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,7 @@ def refine(
             weight_decay=0.0,
             warmup=min(10, settings.steps // 5),
             validation=0.0,
-            every=max(1, settings.steps // LOOKS),
+            every=settings.every,
             seed=settings.seed,
         )
         evaluations, after, broken = [(0, before / len(unseen))], start, ""
