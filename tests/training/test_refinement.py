@@ -335,8 +335,9 @@ def test_another_lesson_is_another_training(pair: dict[str, Any], tmp_path: Path
     """What a killed run has left is not taken for a run by other labels."""
 
     def settings(out: str, labels: float) -> TransferSettings:
-        return TransferSettings(**{name: str(value) for name, value in pair.items()}, out=str(tmp_path / out),
-                                samples=12, method="cold", refine=10, refine_rate=0.01, refine_labels=labels)  # fmt: skip
+        given = {name: str(value) for name, value in pair.items()}
+        how = {"samples": 12, "method": "cold", "refine": 10, "refine_rate": 0.01, "refine_labels": labels}
+        return TransferSettings(**given, **how, out=str(tmp_path / out))
 
     with pytest.raises(KeyboardInterrupt):
         transfer(settings("half", 0.0), command="", reporter=Killed(10))
