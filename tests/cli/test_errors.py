@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from taskferry.example import FILES
 from tests.helpers import folders
 from tests.helpers.command import Ran, taskferry
 from tests.helpers.tiny import hf
@@ -63,6 +64,55 @@ def test_the_wrong_base_for_an_adapter(world: Path, tmp_path: Path) -> None:
     refused(world, tmp_path, "another base model", source_tuned=tmp_path / "other")
     refused(world, tmp_path, "another base model", source_tuned=world / "lora", source_base=world / "llama",
             target_base=world / "bytes", calibration=world / "prompts.jsonl")  # fmt: skip
+
+
+def test_an_adapter_is_refused_by_the_module_that_is_missing(world: Path, tmp_path: Path) -> None:
+    """And not by its first one, which may be there; a head that is tied to the embedding is no other base."""
+    folders.lora(world / "deep", tmp_path / "other", ["query"])
+    refused(world, tmp_path, "no module encoder.layer.2.", source_tuned=tmp_path / "other")
+    tied = tmp_path / "tied"
+    folders.lora(world / "llama", tied, ["q_proj"])
+    tensors = load_file(tied / "adapter_model.safetensors")
+    A, B = torch.zeros(2, 16), torch.zeros(hf_vocabulary(world / "llama"), 2)
+    head = {"base_model.model.lm_head.lora_A.weight": A, "base_model.model.lm_head.lora_B.weight": B}
+    save_file({**tensors, **head}, tied / "adapter_model.safetensors")
+    base = tmp_path / "tied-base"
+    shutil.copytree(world / "llama", base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    weights = load_file(base / "model.safetensors")
+    weights.pop("lm_head.weight", None)
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    refused(world, tmp_path, "shares that of the embedding", source_tuned=tied, source_base=base,
+            target_base=world / "bytes", calibration=world / "prompts.jsonl")  # fmt: skip
+
+
+def hf_vocabulary(folder: Path) -> int:
+    return int(json.loads((folder / "config.json").read_text())["vocab_size"])
+
+
+def test_a_line_that_is_no_json_is_named(world: Path, tmp_path: Path) -> None:
+    lines = (world / "texts.jsonl").read_text().splitlines()
+    (tmp_path / "bad.jsonl").write_text("\n".join([lines[0], '{"text": }', *lines[1:]]))
+    refused(world, tmp_path, "bad.jsonl, line 2: no JSON", calibration=tmp_path / "bad.jsonl")
+    (tmp_path / "blank.jsonl").write_text('{"text": "The ferry leaves."}\n{"text": "  "}\n')
+    refused(world, tmp_path, "a sample that is blank", source_base=world / "llama", target_base=world / "bytes",
+            source_tuned=world / "llama-tuned", calibration=tmp_path / "blank.jsonl")  # fmt: skip
+
+
+def test_a_tokenizer_without_words(world: Path, tmp_path: Path) -> None:
+    """Some families load one from a folder that has no file of it."""
+    shutil.copytree(FILES / "base-b", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
+    scored = taskferry("evaluate", tmp_path / "bare", "--test", world / "plain.jsonl", code=2)
+    assert "copy the files of the tokenizer" in scored.err
+    refused(world, tmp_path, "copy the files of the tokenizer", source_base=world / "llama",
+            target_base=tmp_path / "bare", source_tuned=world / "llama-tuned",
+            calibration=world / "plain.jsonl")  # fmt: skip
+
+
+def test_a_folder_in_place_of_an_alignment(world: Path, tmp_path: Path) -> None:
+    ran = taskferry("apply", world / "lora", world / "lora", "--out", tmp_path / "out", code=2)
+    assert "is a folder, where a file is wanted" in ran.err
 
 
 def test_a_tuned_model_of_another_shape(world: Path, tmp_path: Path) -> None:

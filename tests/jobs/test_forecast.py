@@ -61,7 +61,9 @@ def test_it_abstains_wherever_it_was_not_judged() -> None:
     assert not told(curve=replace(CURVE, best=0.0))
     assert not told(curve=replace(CURVE, folds=()))  # judged on the samples that made the maps
     for more in ({"method": "bico"}, {"effort": "fast"}, {"scale": 1.0}, {"refine": 10},
-                 {"as_lora": True, "rank": 4}, {"method_settings": {"halfway": 0.3}}):  # fmt: skip
+                 {"as_lora": True, "rank": 4}, {"method_settings": {"halfway": 0.3}},
+                 {"map_rank": "full"}, {"tolerance": 0.9}, {"sampler": "single-class"},
+                 {"dtype": "bfloat16"}):  # fmt: skip
         assert not told(**more), more
 
 
