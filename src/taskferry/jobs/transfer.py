@@ -256,7 +256,7 @@ def _refining(settings: TransferSettings) -> dict[str, str]:
         return {}
     lines, start = {"refine": f"{settings.refine} training steps towards the tuned source"}, without_move().name
     if settings.method != start:
-        steps = "so many steps" if settings.refine >= MANY_STEPS else "three times the steps"
+        steps = "so many steps" if settings.refine >= MANY_STEPS else "two to three times the steps"
         lines["cheaper"] = f"--method {start}: training alone with {steps} got as far on small models"
     return lines
 
