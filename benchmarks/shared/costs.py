@@ -40,6 +40,11 @@ def frontier_numbers(results: dict[str, Any]) -> dict[str, str]:
         found[f"f_worst_{count}"] = signed(min(one.least for one in every))
         found[f"f_worst_draws_{count}"] = str(min(one.cells // one.places for one in every))
         found[f"f_single_{count}"] = signed(min(one.single for one in every))
+    for name, way in {"shot_10": "few-shot, 10 steps", "shot_30": "few-shot, 30 steps",
+                      "warm_10": "few-shot from BiCo, 10 steps"}.items():  # fmt: skip
+        if (one := frontier.summed(frontier.in_table(known, frontier.ZOO), way, 100)) is not None:
+            found[f"f_{name}"], found[f"f_{name}_cpu"] = f"{one.share:.0%}", f"{one.cpu:.0f}"
+            found["f_shot_places"] = str(one.places)
     new = worst_of(known, frontier.NEW, 10)
     texts = frontier.in_table(known, frontier.TEXT)
     for name, way in {**ways, "auto": BESIDE, "teacher": "effort standard, no labels"}.items():
