@@ -120,7 +120,8 @@ def cells(world: Path, whole: dict[str, TaskVector]) -> dict[tuple[str, str], Ta
         words = ["fit", *pair(world, name), "--out", fitted]
         if name in OTHERS:
             found[name, "fit + apply"] = found[name, "fleet"] = refused(words)
-            taskferry("transfer", *pair(world, name), *scale, "--out", world / f"whole-{name}", "--quiet")
+            alone = scale if methods()[name].needs.change else ["--refine", 2, "--dry-run"]  # a start moves nothing
+            taskferry("transfer", *pair(world, name), *alone, "--out", world / f"whole-{name}", "--quiet")
             found[name, "whole"] = "moved"
             continue
         taskferry(*words, "--quiet")

@@ -147,6 +147,19 @@ def test_what_was_moved_is_judged_by_changes_that_did_not_see_the_sample() -> No
     assert plain.evaluations[0][1] == pytest.approx(plain.evaluations[1][1], rel=1e-4)
 
 
+def test_a_fold_without_a_sample_kept_aside_says_nothing() -> None:
+    """One sample is kept aside of six: it lies in one of the two folds."""
+    given = job("bert-classifier")
+    A, B = next(iter(given.calibration))
+    six = type(given.calibration)([(A.take(range(6)), B.take(range(6)))])
+    few = rebuilt(given, calibration=six).in_folds()
+    start = run("bico", few)
+    assert len(start.without) == 2
+    refined = refine(few.pair, few.tau, start.tau, Refinement(steps=1, held_out=0.1), without=start.without)
+    assert refined.samples == 1
+    assert refined.evaluations[0][1] > 0
+
+
 def test_views_that_show_a_sample_kept_aside_do_not_train() -> None:
     views = Views(job("vit").calibration, 3)
     shown = [views.samples_in(i) for i in range(len(views))]
@@ -307,8 +320,9 @@ def test_training_from_scratch_is_told_of_as_what_it_is(pair: dict[str, Any], tm
     assert max(record["spectrum"]["after"]) > 0  # of what is written
     taskferry("report", out, "--out", tmp_path / "cold.html")
     assert "It helps on the samples" in (tmp_path / "cold.html").read_text()
-    alone = taskferry("transfer", *words(pair), "--method", "cold", "--out", tmp_path / "none", code=2)
-    assert "add --refine STEPS" in alone.err
+    cold = ["transfer", *words(pair), "--method", "cold", "--out", tmp_path / "none"]
+    assert "add --refine STEPS" in taskferry(*cold, code=2).err
+    assert "leave --scale out" in taskferry(*cold, "--refine", 2, "--scale", 1, code=2).err
 
 
 def test_what_cannot_be_refined_is_refused_before_any_work(pair: dict[str, Any], tmp_path: Path) -> None:

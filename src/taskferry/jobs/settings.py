@@ -128,7 +128,7 @@ class TransferSettings(MethodSettings, OutputSettings, Writing):
 
     source_tuned: str = Field(description="the tuned source: a model, a PEFT LoRA, a state file or a task vector")
     scale: Scale | Literal["auto"] = Field(
-        "auto", description="multiplies the moved change; auto: by the calibration loss; for bico 1 is the paper's"
+        "auto", description="multiplies the moved change; auto: what the calibration loss says; --paper takes 1"
     )
     engine: Literal["whole", "blockwise"] = Field(
         "whole", description="models in memory, or one block of each at a time (larger than memory)"

@@ -43,8 +43,9 @@ def transfer(
     """Fit, move, choose the scale, write, load again and check. None for a dry run."""
     (method, own), refinement = settings.chosen(), settings.refinement
     method.refuse(settings.engine_name)
-    if refinement is None and not method.needs.change:
-        raise TaskferryError(f"--method {method.name} moves nothing, it is where a training begins: add --refine STEPS")
+    if not method.needs.change and (refinement is None or settings.scale != "auto"):
+        wrong = "add --refine STEPS" if refinement is None else "leave --scale out"
+        raise TaskferryError(f"--method {method.name} moves nothing, it is where a training begins: {wrong}")
     check_free(settings.out)
     timing = Timing(reporter or Reporter())
     with opened(settings, timing, settings.out, dry_run=dry_run) as models:

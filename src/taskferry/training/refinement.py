@@ -167,7 +167,7 @@ def refine(
         parts = kept_aside(pair.calibration, len(without), settings)
         unseen = {sample for part in parts for sample in part}
         training = [i for i in range(len(lesson)) if not lesson.views.samples_in(i) & unseen]
-        judged = [list(LazyBatches(lesson, part, size)) for part in parts]
+        judged = [list(LazyBatches(lesson, part, size)) if part else [] for part in parts]
 
         def loss(part: Sequence[Batch]) -> float:
             return len(part) and sum(map(len, part)) * calibration_loss(target, lesson.loss, part)
