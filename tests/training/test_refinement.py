@@ -325,12 +325,20 @@ def test_training_from_scratch_is_told_of_as_what_it_is(pair: dict[str, Any], tm
     assert "leave --scale out" in taskferry(*cold, "--refine", 2, "--scale", 1, code=2).err
 
 
-def test_what_cannot_be_refined_is_refused_before_any_work(pair: dict[str, Any], tmp_path: Path) -> None:
+def test_what_cannot_be_refined_is_refused_before_any_work(
+    pair: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random source may answer with nothing, so its answers are given here."""
+    monkeypatch.setattr(
+        "taskferry.fitting.preparation.complete", lambda _model, _tokenizer, asked: ["dawn"] * len(asked)
+    )
     out = ["--out", tmp_path / "out", "--samples", 12]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"the ferry {i}"}) + "\n" for i in range(12)))
-    asked = [*words({**pair, "calibration": prompts}), *out, "--method", "cold", "--refine", 3, "--refine-labels", 0.5]
-    assert "the tuned source's own" in taskferry("transfer", *asked, code=2).err
+    given = {name: str(value) for name, value in {**pair, "calibration": prompts}.items()}
+    how = {"samples": 12, "method": "cold", "refine": 3, "refine_labels": 0.5}
+    with pytest.raises(TaskferryError, match="the tuned source's own"):
+        transfer(TransferSettings(**given, **how, out=str(tmp_path / "own")), command="")
     dense = taskferry("transfer", *words(pair), *out, "--method", "few-shot", "--dry-run", code=2)
     assert "write it with --as-model" in dense.err
     lora = tmp_path / "more"
