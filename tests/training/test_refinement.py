@@ -301,6 +301,19 @@ def test_settings_of_a_refinement_need_one(pair: dict[str, Any], tmp_path: Path)
     assert "cheaper" not in cold.json["plan"]
 
 
+def test_the_plan_alone_counts_the_training(pair: dict[str, Any]) -> None:
+    """`taskferry plan --refine` says what `transfer --refine` would, and refuses what that would refuse."""
+    given = ["plan", *words(pair), "--samples", 12]
+    found = taskferry(*given, "--refine", 3, "--json").json["plan"]
+    assert found["refine"].startswith("3 training steps") and "--method cold" in found["cheaper"]
+    assert found["stages"]["refine"] > 0 and "refine" not in taskferry(*given, "--json").json["plan"]["stages"]
+    assert taskferry(*given, "--method", "cold", "--refine", 3, "--json").json["plan"]["stages"]["capture"] == 0
+    assert "add --refine STEPS" in taskferry(*given, "--method", "cold", code=2).err
+    assert "leave --refine out" in taskferry(*given, "--refine", 3, "--device-memory", 8, code=2).err
+    bases = words({name: path for name, path in pair.items() if name != "source_tuned"})
+    assert "give --source-tuned" in taskferry("plan", *bases, "--refine", 3, code=2).err
+
+
 def test_training_from_scratch_is_told_of_as_what_it_is(pair: dict[str, Any], tmp_path: Path) -> None:
     """Nothing was moved, and what was written is better: verdict, warnings, card and report say so."""
     out = tmp_path / "cold"

@@ -12,7 +12,7 @@ from taskferry.errors import TaskferryError
 from taskferry.fitting.generation import beside
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.opening import Opened, cut_line, opened, without_weights
-from taskferry.jobs.plan import plan_job, plan_sizes
+from taskferry.jobs.plan import plan_job, plan_sizes, refining
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import FitSettings, PlanSettings
 from taskferry.methods import Job
@@ -61,7 +61,7 @@ def fit_alignment(
 
 def plan_transfer(settings: PlanSettings, reporter: Reporter) -> Plan:
     """What moving would cost; nothing is written."""
-    method, own = settings.chosen()
+    (method, own), refinement = settings.chosen(), settings.refinement
     if settings.device_memory is not None:
         job, precisions, prepared = without_weights(settings)
         plan = plan_sizes(job, method, own, precisions, settings.device_memory)
@@ -71,8 +71,9 @@ def plan_transfer(settings: PlanSettings, reporter: Reporter) -> Plan:
     with opened(settings, reporter, None, dry_run=True) as models:
         job = Job(models.pair, models.tuned.tau, every_site=settings.source_tuned is None)
         reporter.note("measuring this machine for the plan")
-        plan = models.planned(plan_job(job, method, own, scale="auto"))
-        reporter.plan(plan, {"method": method.name, **sample_lines(models, settings.max_length)})
+        plan = models.planned(plan_job(job, method, own, scale="auto", refinement=refinement))
+        lines = {"method": method.name, **sample_lines(models, settings.max_length), **refining(settings)}
+        reporter.plan(plan, lines)
     return plan
 
 

@@ -31,12 +31,15 @@ from taskferry.jobs.block_plan import LIBRARIES, plan_blocks
 from taskferry.jobs.cost import Plan, apply_cost, map_bytes, resident, size, sums_bytes
 from taskferry.jobs.device_plan import on_device
 from taskferry.jobs.machine import Machine
+from taskferry.jobs.settings import RefineSettings
 from taskferry.maths.sums import CrossCovariance
 from taskferry.methods import FOLDS, Cost, Job, Method
+from taskferry.methods.registry import without_move
 from taskferry.sites.pairing import Pair
 from taskferry.taskvector import LowRank
 from taskferry.training.refinement import STAGE, Refinement
 
+MANY_STEPS = 100  # from where on a moved start was hardly better than none (docs/how-to/refine.md)
 TRIAL = 1.5  # seconds that a trial may take, roughly
 
 
@@ -281,3 +284,14 @@ def _working_memory(trial: _Trial, maps: list[tuple[int, int, int]], sums: int) 
             sums + workspace,
         )
     )
+
+
+def refining(settings: RefineSettings) -> dict[str, str]:
+    """The training after the move, and what was cheaper where both were measured."""
+    if not settings.refine:
+        return {}
+    lines, start = {"refine": f"{settings.refine} training steps towards the tuned source"}, without_move().name
+    if settings.method != start:
+        steps = "so many steps" if settings.refine >= MANY_STEPS else "two to three times the steps"
+        lines["cheaper"] = f"--method {start}: training alone with {steps} got as far on small models"
+    return lines

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # imported on use: `--help` shows these settings and needs no
     from taskferry.training.refinement import Refinement
 
 DEFAULT_METHOD = "twofold"
+NOTHING = "--method {method} moves nothing, it is where a training begins: {next}"
 _PAIR = ("source_base", "source_tuned", "target_base", "calibration")
 _SHARED = ("map_rank", "tolerance")  # settings of the command that a method may have too
 
@@ -80,16 +81,62 @@ class MethodSettings(GenerationSettings, MapSettings, PairPlaceSettings):
             )
 
 
-class PlanSettings(MethodSettings):
+class RefineSettings(MethodSettings):
+    """How what was moved is trained further, where that is asked for."""
+
+    refine: int = Field(
+        0,
+        ge=0,
+        description="training steps after the move, towards the tuned source, without labels",
+    )
+    refine_rate: float | None = Field(
+        None, gt=0, description="learning rate of --refine; by the width of the layers unless given"
+    )
+    refine_labels: float = Field(
+        0.0, ge=0, le=1, description="share of the loss of --refine that the data's own labels or completions get"
+    )
+
+    @property
+    def refinement(self) -> Refinement | None:
+        """How what was moved is refined, where that is asked for."""
+        given = {"learning_rate": self.refine_rate, "labels": self.refine_labels}
+        if not self.refine:
+            asked = [name for name in ("refine_rate", "refine_labels") if getattr(self, name)]
+            if asked:
+                raise TaskferryError(f"{asked[0]} is of a refinement: give --refine STEPS beside it, or leave it out")
+            return None
+        self.trains("a refinement")
+        from taskferry.training.refinement import Refinement
+
+        return Refinement(steps=self.refine, seed=self.seed, **given)
+
+    def chosen(self) -> tuple[Method, dict[str, Any]]:
+        """A method that moves nothing is a start of training alone."""
+        method, own = super().chosen()
+        if not method.needs.change and not self.refine:
+            raise TaskferryError(NOTHING.format(method=method.name, next="add --refine STEPS"))
+        return method, own
+
+
+class PlanSettings(RefineSettings):
     """taskferry plan."""
 
     command: ClassVar[str] = "plan"
-    first: ClassVar[tuple[str, ...]] = (*_PAIR, "effort", "samples")
+    first: ClassVar[tuple[str, ...]] = (*_PAIR, "effort", "samples", "refine")
 
     source_tuned: str | None = Field(None, description="the tuned source: only its maps are counted")
     device_memory: float | None = Field(
         None, gt=0, description="GB of a device: which engine fits, from the configurations alone, without weights"
     )
+
+    @property
+    def refinement(self) -> Refinement | None:
+        """With what a plan of it has to see: the form of the change, and models that run."""
+        if self.refine and self.source_tuned is None:
+            raise TaskferryError("--refine trains what was moved: give --source-tuned, or leave --refine out")
+        if self.refine and self.device_memory is not None:
+            raise TaskferryError("--device-memory counts a move alone: leave --refine out, or --device-memory")
+        return super().refinement
 
 
 class FitSettings(MethodSettings, Writing):
@@ -120,7 +167,7 @@ class FitSettings(MethodSettings, Writing):
         return self
 
 
-class TransferSettings(MethodSettings, OutputSettings, Writing):
+class TransferSettings(RefineSettings, OutputSettings, Writing):
     """taskferry transfer."""
 
     command: ClassVar[str] = "transfer"
@@ -132,17 +179,6 @@ class TransferSettings(MethodSettings, OutputSettings, Writing):
     )
     engine: Literal["whole", "blockwise"] = Field(
         "whole", description="models in memory, or one block of each at a time (larger than memory)"
-    )
-    refine: int = Field(
-        0,
-        ge=0,
-        description="training steps after the move, towards the tuned source, without labels",
-    )
-    refine_rate: float | None = Field(
-        None, gt=0, description="learning rate of --refine; by the width of the layers unless given"
-    )
-    refine_labels: float = Field(
-        0.0, ge=0, le=1, description="share of the loss of --refine that the data's own labels or completions get"
     )
     head: Literal["keep", "move"] = Field(
         "keep", description="the task head of a classification LoRA: leave it behind, or move it as well"
@@ -163,20 +199,6 @@ class TransferSettings(MethodSettings, OutputSettings, Writing):
         if other:
             raise ValueError(f"paper fixes {', '.join(other)}: give one or the other")
         return {**given, **fixed}
-
-    @property
-    def refinement(self) -> Refinement | None:
-        """How what was moved is refined, where that is asked for."""
-        given = {"learning_rate": self.refine_rate, "labels": self.refine_labels}
-        if not self.refine:
-            asked = [name for name in ("refine_rate", "refine_labels") if getattr(self, name)]
-            if asked:
-                raise TaskferryError(f"{asked[0]} is of a refinement: give --refine STEPS beside it, or leave it out")
-            return None
-        self.trains("a refinement")
-        from taskferry.training.refinement import Refinement
-
-        return Refinement(steps=self.refine, seed=self.seed, **given)
 
     @property
     def engine_name(self) -> str:

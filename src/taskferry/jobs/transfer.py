@@ -20,9 +20,9 @@ from taskferry.fitting.teacher import check_whole
 from taskferry.jobs.forecast import foretold
 from taskferry.jobs.opening import Opened, cut_line, opened
 from taskferry.jobs.output import FORMS, dequantised, in_form, output_kind, write_output
-from taskferry.jobs.plan import plan_job
+from taskferry.jobs.plan import plan_job, refining
 from taskferry.jobs.record import Outcome, Reporter, make_record, summary
-from taskferry.jobs.settings import TransferSettings
+from taskferry.jobs.settings import NOTHING, TransferSettings
 from taskferry.jobs.spectrum import before_and_after, energy_moved
 from taskferry.jobs.timing import Timing
 from taskferry.jobs.verdict import Judged, verdict
@@ -32,7 +32,6 @@ from taskferry.taskvector import LazyDeltas, TaskVector
 from taskferry.training.lessons import Likeness, kind_of
 from taskferry.training.refinement import STAGE, refine
 
-MANY_STEPS = 100  # from where on a moved start was hardly better than none (docs/how-to/refine.md)
 REAL = 100_000_000  # parameters of the smallest language models that this was measured on (docs/results.md)
 ENGINES = {"whole": "both models in memory", "blockwise": "one block at a time", "ranks": "several processes"}
 
@@ -43,9 +42,8 @@ def transfer(
     """Fit, move, choose the scale, write, load again and check. None for a dry run."""
     (method, own), refinement = settings.chosen(), settings.refinement
     method.refuse(settings.engine_name)
-    if not method.needs.change and (refinement is None or settings.scale != "auto"):
-        wrong = "add --refine STEPS" if refinement is None else "leave --scale out"
-        raise TaskferryError(f"--method {method.name} moves nothing, it is where a training begins: {wrong}")
+    if not method.needs.change and settings.scale != "auto":
+        raise TaskferryError(NOTHING.format(method=method.name, next="leave --scale out"))
     check_free(settings.out)
     timing = Timing(reporter or Reporter())
     with opened(settings, timing, settings.out, dry_run=dry_run) as models:
@@ -235,7 +233,7 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
         "labels": prepared.labels,
         "method": " ".join([settings.method, *(f"{k}={v}" for k, v in settings.method_settings.items())]),
         **_efforts(settings),
-        **_refining(settings),
+        **refining(settings),
         **_training(settings, models.pair),
         "engine": ENGINES.get(models.pair.engine, models.pair.engine),
         "devices": _placed(models),
@@ -249,17 +247,6 @@ def _scale_line(settings: TransferSettings) -> str:
     if not find(settings.method).needs.change:
         return "nothing is moved"
     return "chosen on the samples" if settings.scale == "auto" else f"{settings.scale:g}"
-
-
-def _refining(settings: TransferSettings) -> dict[str, str]:
-    """The training after the move, and what was cheaper where both were measured."""
-    if not settings.refine:
-        return {}
-    lines, start = {"refine": f"{settings.refine} training steps towards the tuned source"}, without_move().name
-    if settings.method != start:
-        steps = "so many steps" if settings.refine >= MANY_STEPS else "two to three times the steps"
-        lines["cheaper"] = f"--method {start}: training alone with {steps} got as far on small models"
-    return lines
 
 
 def _training(settings: TransferSettings, pair: ModelPair) -> dict[str, str]:
