@@ -305,8 +305,10 @@ def test_the_plan_alone_counts_the_training(pair: dict[str, Any]) -> None:
     """`taskferry plan --refine` says what `transfer --refine` would, and refuses what that would refuse."""
     given = ["plan", *words(pair), "--samples", 12]
     found = taskferry(*given, "--refine", 3, "--json").json["plan"]
-    assert found["refine"].startswith("3 training steps") and "--method cold" in found["cheaper"]
-    assert found["stages"]["refine"] > 0 and "refine" not in taskferry(*given, "--json").json["plan"]["stages"]
+    assert found["refine"].startswith("3 training steps")
+    assert "--method cold" in found["cheaper"]
+    assert found["stages"]["refine"] > 0
+    assert "refine" not in taskferry(*given, "--json").json["plan"]["stages"]
     assert taskferry(*given, "--method", "cold", "--refine", 3, "--json").json["plan"]["stages"]["capture"] == 0
     assert "add --refine STEPS" in taskferry(*given, "--method", "cold", code=2).err
     assert "leave --refine out" in taskferry(*given, "--refine", 3, "--device-memory", 8, code=2).err
@@ -363,7 +365,7 @@ def test_what_cannot_be_refined_is_refused_before_any_work(
     config = json.loads((lora / "adapter_config.json").read_text())
     (lora / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": ["embed_tokens"]}))
     whole = taskferry("transfer", *words({**pair, "source_tuned": lora}), *out, "--refine", 3, "--dry-run", code=2)
-    assert "embed_tokens.weight (modules_to_save), which is not in its change" in whole.err
+    assert "embed_tokens.weight, which is not in its change" in whole.err
 
 
 def test_another_lesson_is_another_training(pair: dict[str, Any], tmp_path: Path) -> None:

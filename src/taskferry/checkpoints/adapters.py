@@ -21,7 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from taskferry.checkpoints.adapter_config import CONFIG, read_config
-from taskferry.checkpoints.expert_adapters import OLD_NAMES, old_experts, parameters_of, stacked, unstacked, wrapped
+from taskferry.checkpoints.expert_adapters import (
+    OLD_NAMES,
+    alike,
+    old_experts,
+    parameters_of,
+    stacked,
+    unstacked,
+    wrapped,
+)
 from taskferry.checkpoints.folders import check_inside
 from taskferry.checkpoints.huggingface import older_names
 from taskferry.checkpoints.patterns import Patterns
@@ -91,7 +99,7 @@ class Adapter:
 
     tau: TaskVector
     config: Mapping[str, Any]
-    prefix: str = ""  # what its modules are called beyond the base's names ("bert." on a classifier)
+    headed: bool | None = None  # was made on a model with a head, around the base ("bert.…"); None: names do not tell
     dtype: torch.dtype = torch.float32
     ignored: Mapping[str, str] = field(default_factory=dict)  # tensor -> why it is not moved
     saved: Mapping[str, Tensor] = field(default_factory=dict)  # a head that was trained in full beside it
@@ -119,27 +127,27 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
         if factor is not None and tensor.ndim == 2:
             factors.setdefault(factor["module"], {})[factor["side"]] = tensor
         else:
+            if _frozen(name, tensor, base):
+                continue
             ignored[name] = _why_ignored(name)
             if name.partition(".")[0] in _HEADS:
                 saved[name] = tensor
     if not factors:
         raise TaskferryError(f"{folder}: no LoRA factors in {weights.name}")
     dtype = next(iter(next(iter(factors.values())).values())).dtype
+    headed = _is_headed(factors, base, config)
 
     def change_of(module: str, sides: Mapping[str, Tensor], experts: int = 0) -> LowRank:
         rank, alpha = ranks.of(module, config["r"]), alphas.of(module, config["lora_alpha"])
         return _change(folder, module, sides, rank, alpha / (rank**0.5 if config.get("use_rslora") else rank), experts)
 
     found: dict[str, LowRank] = {}
-    prefix = ""
-    for name, (module, sides) in parameters_of(folder, factors, config.get("target_parameters"), base).items():
+    for name, (_, sides) in parameters_of(folder, factors, config.get("target_parameters"), base).items():
         found[name] = change_of(name, sides, base.parameters[name][0] if name in base.stacked else 0)
-        prefix = module.replace(".base_layer", "").removesuffix(name.rpartition(".")[0])
     found |= old_experts(factors, change_of, base)
     factors, names = _matched(folder, factors, base)
     for module, sides in factors.items():
         found[names[f"{module}.weight"]] = change_of(module, sides)
-        prefix = prefix or f"{module}.weight".removesuffix(names[f"{module}.weight"])
     deltas: dict[str, Delta] = {}
     for name, change in found.items():
         change = change.T if name in base.transposed else change
@@ -153,11 +161,17 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
     wrong = not_finite({name: (d.left, d.right) for name, d in deltas.items() if isinstance(d, LowRank)})
     if wrong is not None:
         raise TaskferryError(f"{folder}: the change of {wrong} holds numbers that are not finite")
-    return Adapter(TaskVector(deltas), config, prefix, dtype, ignored, saved)
+    return Adapter(TaskVector(deltas), config, headed, dtype, ignored, saved)
 
 
 def write_adapter(
-    folder: Path, tau: TaskVector, target: Skeleton, *, base_name: str, like: Adapter | None = None
+    folder: Path,
+    tau: TaskVector,
+    target: Skeleton,
+    *,
+    base_name: str,
+    revision: str | None = None,
+    like: Adapter | None = None,
 ) -> None:
     """An adapter for the target; every change must be low-rank and belong to a linear module.
 
@@ -166,21 +180,19 @@ def write_adapter(
     """
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
-    prefix = f"{target.prefix}." if like is not None and like.prefix and target.prefix else ""
-    if any(name.startswith(prefix) for name in tau.deltas):
-        prefix = ""  # the target has a head itself: its names have the prefix already
+    of_peft = _renamed(target, None if like is None else like.headed)
     dtype = torch.float32 if like is None else like.dtype
     by_parameter = [name for name in tau.deltas if name in target.by_parameter]
     for name, delta in tau.deltas.items():
         if not isinstance(delta, LowRank) or name not in target.linear | target.by_parameter:
             raise TaskferryError(f"an adapter cannot hold the change of {name}: write a full model (--as-model)")
         change = delta.T if name in target.transposed else delta
-        path = prefix + name.removesuffix(".weight")
+        path = of_peft(name.removesuffix(".weight"))
         A, B, module = change.right, change.left, path
         if name in by_parameter:
-            module = prefix + wrapped(name, by_parameter, target.parameters)
+            module = of_peft(wrapped(name, by_parameter, target.parameters))
             A, B = stacked(A, B) if name in target.stacked else (A, B)
-            path = prefix + name
+            path = of_peft(name)
         tensors[f"{_PREFIX}{module}.lora_A.weight"] = A.to(dtype).contiguous()
         tensors[f"{_PREFIX}{module}.lora_B.weight"] = B.to(dtype).contiguous()
         ranks[path] = change.rank
@@ -197,14 +209,15 @@ def write_adapter(
         "peft_type": "LORA",
         "task_type": _task_type(like),
         "base_model_name_or_path": base_name,
+        "revision": revision,
         "r": rank,
         "lora_alpha": rank,
         "rank_pattern": other,
         "alpha_pattern": other,
         "target_modules": _target_modules(
-            target, prefix, [p for p in ranks if p.removeprefix(prefix) not in by_parameter]
+            map(of_peft, target.parameters), [path for path in ranks if path not in set(map(of_peft, by_parameter))]
         ),
-        "target_parameters": sorted(prefix + name for name in by_parameter) or None,
+        "target_parameters": sorted(map(of_peft, by_parameter)) or None,
         "fan_in_fan_out": bool(target.transposed & set(tau.deltas)),
         "bias": "none",
         "lora_dropout": 0.0,
@@ -215,6 +228,33 @@ def write_adapter(
     }
     write_plain_safetensors(folder / WEIGHTS, tensors)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _is_headed(modules: Iterable[str], base: Skeleton, config: Mapping[str, Any]) -> bool | None:
+    """Whether an adapter names its modules as a model with a head does, whatever head the base has here."""
+    if not base.prefix:
+        return None
+    if any(module.startswith(f"{base.prefix}.") for module in modules):
+        return True
+    bare = config.get("task_type") == "FEATURE_EXTRACTION"  # of AutoModel
+    return False if bare or any(name.startswith(f"{base.prefix}.") for name in base.parameters) else None
+
+
+def _renamed(target: Skeleton, headed: bool | None) -> Callable[[str], str]:
+    """From the target's names to those in a model with a head or without one, whichever the adapter is for."""
+    own = f"{target.prefix}."
+    if headed is None or not target.prefix:
+        return str
+    if not headed:
+        return lambda name: name.removeprefix(own)
+    inside = any(name.startswith(own) for name in target.parameters)  # the target has a head itself
+    return str if inside else lambda name: own + name
+
+
+def _frozen(name: str, tensor: Tensor, base: Skeleton) -> bool:
+    """A table that PEFT saves beside the LoRA of an embedding or of an output layer: the base's own, unless resized."""
+    own, shape = name.replace(".base_layer.", "."), tuple(tensor.shape)
+    return own != name and any(alike(own, known) and shape == size for known, size in base.parameters.items())
 
 
 def _matched(
@@ -282,13 +322,13 @@ def _why_ignored(name: str) -> str:
 def _task_type(like: Adapter | None) -> str | None:
     """Classification adapters bring a head of their own: where it is not moved, PEFT would not load them."""
     kind = None if like is None else like.config.get("task_type")
-    return None if kind in ("SEQ_CLS", "TOKEN_CLS") and not (like and like.head) else kind
+    return None if kind in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS") and not (like and like.head) else kind
 
 
-def _target_modules(target: Skeleton, prefix: str, paths: list[str]) -> list[str]:
+def _target_modules(parameters: Iterable[str], paths: list[str]) -> list[str]:
     if not paths:
         return []
-    modules = {name.rpartition(".")[0] for name in target.parameters}
+    modules = {name.rpartition(".")[0] for name in parameters}
     leaves = sorted({path.rsplit(".", 1)[-1] for path in paths})
-    selected = {prefix + module for module in modules if module.rsplit(".", 1)[-1] in leaves}
+    selected = {module for module in modules if module.rsplit(".", 1)[-1] in leaves}
     return leaves if selected == set(paths) else paths

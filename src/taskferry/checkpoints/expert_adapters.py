@@ -48,7 +48,7 @@ def parameters_of(
     found: dict[str, tuple[str, dict[str, Tensor]]] = {}
     for name in named:
         module = wrapped(name, named, base.parameters)
-        key = next((key for key in factors if _alike(key, module)), None)
+        key = next((key for key in factors if alike(key, module)), None)
         if key is not None:
             found[name] = (key, factors.pop(key))
     return found
@@ -61,7 +61,7 @@ def wrapped(name: str, named: Collection[str], parameters: Mapping[str, Any]) ->
     return module + (len(beside) - 1 - beside.index(name)) * ".base_layer"
 
 
-def _alike(a: str, b: str) -> bool:
+def alike(a: str, b: str) -> bool:
     """With or without a prefix such as `model.`"""
     return a == b or a.endswith(f".{b}") or b.endswith(f".{a}")
 
@@ -89,7 +89,7 @@ def old_experts(
         part = _PARTS[old["leaf"]]
         now = old["experts"].replace("block_sparse_moe", "mlp")  # Mixtral's
         now += ".down_proj" if part == "down" else ".gate_up_proj"
-        name = next((name for name in plain if _alike(name, now)), None)
+        name = next((name for name in plain if alike(name, now)), None)
         if name is not None:
             slices.setdefault(name, {}).setdefault(int(old["number"]), {})[part] = change(module, factors.pop(module))
     return {name: _joined(name, experts, base.parameters[name]) for name, experts in slices.items()}

@@ -35,13 +35,15 @@ def teacher_model(source: Loaded, tuned: Tuned | None) -> Iterator[torch.nn.Modu
         yield load_model(tuned.given, dtype=source.precision).model.to(device_of(source.model))
 
 
-def check_whole(tuned: Tuned, otherwise: str) -> None:
-    """Whether base + τ is all of the tuned source, but for parts that it saved as they are."""
-    saved = [name for name, reason in tuned.ignored.items() if "modules_to_save" in reason]
-    if saved:
+def check_whole(tuned: Tuned, otherwise: str, *, saved: bool = True) -> None:
+    """Refuses a tuned source that is more than base + τ; a full model can be loaded as it was `saved` instead."""
+    if tuned.adapter is None and saved:
+        return
+    for name, reason in tuned.ignored.items():
+        merge = "" if tuned.adapter is None else ", or merge the adapter and give the full model"
         raise TaskferryError(
-            f"{tuned.given} has also trained {saved[0]} (modules_to_save), which is not in its change, so that base "
-            f"and change are not the tuned source: {otherwise}, or merge the adapter and give the full model"
+            f"{tuned.given} has also trained {name}, which is not in its change ({reason}), so that base and change "
+            f"are not the tuned source: {otherwise}{merge}"
         )
 
 

@@ -86,7 +86,8 @@ def difference(base: str, tuned: str, out: Path) -> TaskVector:
 
 def source_skeleton(alignment: Alignment) -> Skeleton:
     """What an adapter must fit to pass through an alignment."""
-    return Skeleton.from_sites(alignment.source_parameters, [pair.source for pair in alignment.pairs], "")
+    prefix = alignment.model("source").get("prefix", "")
+    return Skeleton.from_sites(alignment.source_parameters, [pair.source for pair in alignment.pairs], prefix)
 
 
 def target_skeleton(alignment: Alignment) -> Skeleton:

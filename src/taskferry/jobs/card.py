@@ -27,6 +27,11 @@ def _method(record: Mapping[str, Any]) -> str:
     return f"{name}; {known.shown.card.removeprefix('nothing was trained: ')}; {trained}"
 
 
+def _on(base: object) -> str:
+    """Of an adapter that passed through an alignment the base need not be known."""
+    return "" if base is None else f" on `{_shown(base)}`"
+
+
 def _energy(verdict: Mapping[str, Any]) -> str:
     share = verdict.get("energy", {}).get("moved")
     return "" if share is None else f"\n- share of the change (‖τ‖²) that had a place to move to: {100 * share:.0f} %"
@@ -50,7 +55,7 @@ def write_card(folder: Path, record: Mapping[str, Any], *, adapter: bool) -> Non
 
 {_shown(verdict["sentence"])}
 {_warnings(verdict)}
-- moved from: `{_shown(settings.get("source_tuned"))}` on `{_shown(settings.get("source_base"))}`
+- moved from: `{_shown(settings.get("source_tuned"))}`{_on(settings.get("source_base"))}
 - moved to: `{_shown(settings.get("target_base") or "")}`
 - scale: {verdict["scale"] or "none, nothing was moved"}{_energy(verdict)}
 - method: {_shown(_method(record))}

@@ -21,6 +21,7 @@ from taskferry.engines.lazy import LazyModel
 from taskferry.errors import TaskferryError
 from taskferry.fitting.generation import Drawn
 from taskferry.fitting.models import wide
+from taskferry.integrations.hub import hub_id
 from taskferry.jobs.record import finish
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.timing import Timing
@@ -99,7 +100,8 @@ def write_form(
     """Write it; a full model needs the target itself, an adapter only its skeleton."""
     if kind == "lora":
         skeleton = target if isinstance(target, Skeleton) else Skeleton.of(target.model)
-        write_adapter(folder, tau, skeleton, base_name=base, like=adapter)
+        name, revision = (base.partition("@")[::2]) if hub_id(base) is not None else (base, "")
+        write_adapter(folder, tau, skeleton, base_name=name, revision=revision or None, like=adapter)
     elif kind == "task-vector":
         tau.save(folder / "task_vector.safetensors")
     elif isinstance(target, Loaded):

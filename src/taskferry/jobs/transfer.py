@@ -158,7 +158,7 @@ def _check_training(settings: TransferSettings, models: Opened, kind: str) -> No
             "labels, or leave it out"
         )
     if refinement.labels < 1 and lesson is not Likeness:  # features need no head
-        check_whole(models.tuned, "leave --refine out")
+        check_whole(models.tuned, "leave --refine out", saved=False)
     if kind == "lora":
         peft_for("refine a LoRA")
 
