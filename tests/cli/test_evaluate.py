@@ -43,7 +43,7 @@ def test_an_encoder_by_a_probe_on_shots(tmp_path: Path) -> None:
     base = {"model": str(tmp_path / "a"), "test": str(folder), "micro_batch": 4}
     with pytest.raises(TaskferryError, match="--shots"):
         evaluate_command(EvaluateSettings(**base))
-    score, head = evaluate_command(EvaluateSettings(**base, shots=str(folder / "train.jsonl")))
+    score, head, _ = evaluate_command(EvaluateSettings(**base, shots=str(folder / "train.jsonl")))
     assert score.samples == 7  # the folder's test part
     assert head == "a linear probe"
     loaded = load_model(str(tmp_path / "a"))

@@ -2,13 +2,14 @@
 
 from taskferry.checkpoints.adapters import Adapter, Skeleton, is_adapter, read_adapter, write_adapter
 from taskferry.checkpoints.loaded import Loaded
-from taskferry.checkpoints.models import Tuned, load_model, load_pair, load_tuned, write_model
+from taskferry.checkpoints.models import Tuned, by_reason, load_model, load_pair, load_tuned, write_model
 
 __all__ = [
     "Adapter",
     "Loaded",
     "Skeleton",
     "Tuned",
+    "by_reason",
     "is_adapter",
     "load_model",
     "load_pair",

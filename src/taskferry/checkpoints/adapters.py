@@ -314,7 +314,7 @@ def _change(folder: Path, module: str, sides: Mapping[str, Tensor], rank: int, s
 def _why_ignored(name: str) -> str:
     if "lora_embedding" in name:
         return "a LoRA of an embedding: its rows are tokens, not a space of activations"
-    if name.endswith("bias"):
+    if name.endswith("bias") and name.partition(".")[0] not in _HEADS:
         return "a bias trained beside the LoRA: no adapter of another base can hold it"
     return "a module trained in full beside the LoRA (modules_to_save), such as a task head"
 

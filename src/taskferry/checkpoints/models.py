@@ -87,6 +87,26 @@ class Tuned:
     ignored: Mapping[str, str] = field(default_factory=dict)  # what it holds beside changes of the base
     given: str = ""  # what the user wrote
 
+    def add_to(self, model: nn.Module, scale: float = 1.0) -> dict[str, str]:
+        """Change a base model; a head that was saved beside an adapter is put in its place. What is left, and why."""
+        self.tau.add_to(model, scale=scale)
+        left, own = dict(self.ignored), dict(model.named_parameters())
+        for name, tensor in ({} if self.adapter is None else self.adapter.saved).items():
+            if name in own and own[name].shape == tensor.shape:
+                own[name].data.copy_(tensor)
+                del left[name]
+        return left
+
+
+def by_reason(left: Mapping[str, str], what: str = "did not move") -> list[str]:
+    """What is left of a fine-tune: a line for each reason, with the first names."""
+    lines = []
+    for reason in dict.fromkeys(left.values()):
+        names = [name for name, why in left.items() if why == reason]
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        lines.append(f"{', '.join(names[:2])}{more} of the fine-tune {what}: {reason}")
+    return lines
+
 
 def load_pair(source: str, target: str, devices: tuple[str, str], dtype: str = "float32") -> tuple[Loaded, Loaded]:
     """Both models of a job, on their devices."""

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from taskferry.cli.options import Json
-from taskferry.cli.terminal import plain, print_json, waiting
+from taskferry.cli.terminal import plain, print_json, waiting, warn
 
 
 def register(app: typer.Typer) -> None:
@@ -25,10 +25,14 @@ def run(
 ) -> None:
     """Write the task vector of a fine-tune."""
     with waiting(as_json):
+        from taskferry.checkpoints import by_reason
         from taskferry.jobs.apply import difference
     with waiting(as_json, f"loading {base} and {tuned}"):
-        tau = difference(base, tuned, out)
+        found = difference(base, tuned, out)
+    tau, left = found.tau, by_reason(found.ignored, "is not in the file")
     if as_json:
-        print_json({"written": str(out), "parameters": len(tau), "norm": tau.norm()})
-    else:
-        Console(highlight=False).print(f"{len(tau)} changed parameters, norm {tau.norm():.4g}, in {plain(out)}")
+        print_json({"written": str(out), "parameters": len(tau), "norm": tau.norm(), "warnings": left})
+        return
+    console = Console(highlight=False)
+    console.print(f"{len(tau)} changed parameters, norm {tau.norm():.4g}, in {plain(out)}")
+    warn(console, left)

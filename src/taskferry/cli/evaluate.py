@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
-from taskferry.cli.terminal import plain, print_json, waiting
+from taskferry.cli.terminal import plain, print_json, waiting, warn
 from taskferry.display.bars import Bar
 from taskferry.settings import EvaluateSettings, load_settings
 
@@ -33,12 +33,12 @@ def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as
             done()
             bar(*steps)
 
-        score, head = evaluate_command(settings, None if silent else tell)
+        score, head, left = evaluate_command(settings, None if silent else tell)
     if settings.card is not None:
         metric = "loss" if score.accuracy is None else "accuracy"
         add_score(settings.card, data=settings.test, metric=metric, value=score.value, samples=score.samples, how=head)
     if as_json:
-        print_json({**asdict(score), "head": head})
+        print_json({**asdict(score), "head": head, "warnings": left})
         return
     unit = "loss" if score.accuracy is None else "accuracy"
     console = Console(highlight=False)
@@ -51,3 +51,4 @@ def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as
             console.print(f"[bold]exact answers[/]  {score.exact:.2f} %   [dim]word for word, greedily[/]")
         console.print(f"[bold]{unit}[/]  {score.loss:.4f} per token")
     console.print(f"[dim]{score.samples} samples, by {plain(head)}[/]")
+    warn(console, left)

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from taskferry.cli.terminal import plain, print_json
+from taskferry.cli.terminal import plain, print_json, warn
 from taskferry.display.bars import Bars
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Outcome, Reporter
@@ -100,8 +100,7 @@ class Screen(Reporter):
         if outcome.written is not None and worse(told):
             mark = "[bold red]moved, but worse[/]"
         self.console.print(f"\n{mark}  {plain(outcome.sentence)}")
-        for text in told.get("warnings", ()):
-            self.console.print(f"[bold yellow]warning[/]  {plain(text)}")
+        warn(self.console, told.get("warnings", ()))
         for line in str(outcome.record["coverage_summary"]).splitlines()[1:]:
             self.console.print(f"[dim]{plain(line)}[/]")
         for name, error in _worst(outcome.record.get("truncation", {})):

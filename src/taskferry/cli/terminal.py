@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,12 @@ from rich.markup import escape
 def plain(text: object) -> str:
     """Text from files and models as text: no markup, no control characters."""
     return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in str(text)))
+
+
+def warn(console: Console, lines: Iterable[str]) -> None:
+    """What nobody should overlook, a line each."""
+    for text in lines:
+        console.print(f"[bold yellow]warning[/]  {plain(text)}")
 
 
 def print_json(data: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from taskferry.calibration.data import Samples, load_samples
 from taskferry.calibration.samplers import choose
-from taskferry.checkpoints import Loaded, load_model, load_tuned
+from taskferry.checkpoints import Loaded, by_reason, load_model, load_tuned
 from taskferry.checkpoints.loaded import to_device
 from taskferry.display.bars import Tell
 from taskferry.errors import TaskferryError
@@ -19,12 +19,13 @@ from taskferry.fitting.preparation import check_pairs, has_text_tower, named_cla
 from taskferry.settings import EvaluateSettings
 
 
-def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -> tuple[Score, str]:
-    """The score, and what scored."""
+def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -> tuple[Score, str, list[str]]:
+    """The score, what scored, and what of a fine-tune had no part in it."""
     loaded = load_model(settings.model, dtype=settings.dtype)
     to_device(loaded, settings.device)
+    left: list[str] = []
     if settings.add is not None:
-        load_tuned(settings.add, loaded).tau.add_to(loaded.model, scale=settings.scale)
+        left = by_reason(load_tuned(settings.add, loaded).add_to(loaded.model, settings.scale), "was not added")
     shots = None if settings.shots is None else load_samples(settings.shots, label_column=settings.label_column)
     known = () if shots is None else shots.classes
     test = load_samples(settings.test, label_column=settings.label_column, classes=known, split=_split(settings.test))
@@ -38,7 +39,7 @@ def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -
     support = []
     if shots is not None:
         support = Pool(shots, loaded, max_length=settings.max_length).batches(range(len(shots)), settings.micro_batch)
-    return evaluate(loaded.model, batches, objective, support, progress), objective.words
+    return evaluate(loaded.model, batches, objective, support, progress), objective.words, left
 
 
 def _objective(settings: EvaluateSettings, loaded: Loaded, test: Samples) -> Objective:

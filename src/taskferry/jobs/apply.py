@@ -74,14 +74,14 @@ def apply_record(
     )
 
 
-def difference(base: str, tuned: str, out: Path) -> TaskVector:
-    """τ = tuned − base as one file."""
+def difference(base: str, tuned: str, out: Path) -> Tuned:
+    """τ = tuned − base as one file; what a fine-tune has beside it is not in there."""
     check_free(out)
-    tau = load_tuned(tuned, load_model(base)).tau
-    if not len(tau):
+    found = load_tuned(tuned, load_model(base))
+    if not len(found.tau):
         raise TaskferryError(f"{tuned} does not differ from {base}")
-    tau.save(out)
-    return tau
+    found.tau.save(out)
+    return found
 
 
 def source_skeleton(alignment: Alignment) -> Skeleton:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from taskferry.checkpoints import by_reason
 from taskferry.coverage import Coverage
 from taskferry.fitting.answers import Answers
 from taskferry.fitting.scale import ScaleCurve
@@ -134,11 +135,7 @@ def _stayed(energy: Mapping[str, Any] | None, ignored: Mapping[str, str]) -> lis
     if energy and 1.0 - energy["moved"] >= LARGE_SHARE:
         share, where = 100 * (1.0 - energy["moved"]), next(iter(energy["stayed"]))
         found.append(f"{share:.0f} % of the change (‖τ‖²) has no place in the target, most of it in {where}")
-    for reason in dict.fromkeys(ignored.values()):
-        names = [name for name, why in ignored.items() if why == reason]
-        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-        found.append(f"{', '.join(names[:2])}{more} of the fine-tune did not move: {reason}")
-    return found
+    return found + by_reason(ignored)
 
 
 def _weights(moved: TaskVector) -> str:
