@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,36 @@ class Alignment:
             name: "the target has no bias there" if name in paired else "no site of the target takes it"
             for name in sorted(unused)
         }
+        moved = {name for part in assembly.values() for name in part.sources}
+        for name in moved & self._rest.keys():
+            why |= dict.fromkeys(self._rest[name], "no site of the target takes this part of it")
         for name, experts in self._experts.items():
-            if any(name in part.sources for part in assembly.values()):
+            if name in moved:
                 left = sorted(set(range(self.source_parameters[name][0])) - experts)
                 why |= {f"{name}#{expert}": "no expert of the target takes it" for expert in left}
         return Coverage(tuple(rows), why)
+
+    @cached_property
+    def _rest(self) -> dict[str, list[str]]:
+        """Packed parameters of the source that move in part -> the outputs that no pair takes.
+
+        As slices of the parameter: `weight#64:96`, or `weight#:,64:96` where outputs are its columns.
+        """
+        taken: dict[tuple[str, str], Tensor] = {}
+        for site in (pair.source for pair in self.pairs):
+            for name in filter(None, (site.weight, site.bias) if site.rows and site.expert is None else ()):
+                shape = self.source_parameters[name]
+                across = site.transposed and len(shape) == 2
+                outputs = torch.arange(shape[-1 if across else 0])
+                mask = taken.setdefault((name, ":," if across else ""), torch.zeros(len(outputs), dtype=torch.bool))
+                mask[site.own(outputs)] = True
+        rest: dict[str, list[str]] = {}
+        for (name, at), mask in taken.items():
+            edges = (mask.diff().nonzero().flatten() + 1).tolist()
+            for first, last in pairwise([0, *edges, len(mask)]):
+                if not mask[first]:
+                    rest.setdefault(name, []).append(f"{name}#{at}{first}:{last}")
+        return rest
 
     @cached_property
     def _experts(self) -> dict[str, set[int]]:

@@ -50,6 +50,16 @@ class Coverage:
                 return row
         raise KeyError(parameter)
 
+    def without(self, lost: Mapping[str, str]) -> Coverage:
+        """Where some of the moved parameters of the target are not written after all, with the reasons."""
+        rows = tuple(
+            Row(row.parameter, row.shape, "kept", lost[row.parameter]) if row.parameter in lost else row
+            for row in self.rows
+        )
+        used = {name for row in rows for name in row.sources}
+        unused = {name: lost[row.parameter] for row in self.rows if row.parameter in lost for name in row.sources}
+        return Coverage(rows, {**self.unused, **{name: why for name, why in unused.items() if name not in used}})
+
     def moved(self) -> list[str]:
         """Names of the parameters that moved, whole or in part."""
         return [row.parameter for row in self.rows if row.status != "kept"]

@@ -86,3 +86,56 @@ def test_apply_says_it_as_well(world: Path, tmp_path: Path) -> None:
               "--out", tmp_path / "out")  # fmt: skip
     verdict = json.loads((tmp_path / "out" / "taskferry.json").read_text())["verdict"]
     assert "stayed behind, most of it in model.embed_tokens" in verdict["sentence"]
+
+
+def test_what_a_lora_cannot_hold_did_not_move(tmp_path: Path) -> None:
+    """Biases of a full fine-tune that is written as a LoRA: kept in the table, warned of, no part of the share."""
+    for name, seed in (("a", 1), ("b", 2)):
+        folders.causal(tmp_path / name, "Qwen2ForCausalLM", 16, 2, seed)
+    model = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "a")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name:
+                parameter.add_(1.0 if name.endswith("bias") else 0.05)
+    model.save_pretrained(tmp_path / "tuned")
+    folders.prompts(tmp_path / "prompts.jsonl")
+    lora = ["--as-lora", "--rank", 4]
+    _, record = moved(tmp_path, "tuned", tmp_path / "lora", *lora)
+    rows = {row["parameter"]: row for row in record["coverage"]["rows"]}
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    assert (rows[bias]["status"], rows[bias]["reason"]) == ("kept", "a LoRA holds matrices only")
+    weight, shift = 2 * 256 * 0.05**2, 2 * 16 * 1.0
+    assert record["verdict"]["energy"]["moved"] == pytest.approx(weight / (weight + shift), rel=1e-4)
+    assert any("q_proj.bias" in text and "LoRA holds matrices" in text for text in record["verdict"]["warnings"])
+    _, whole = moved(tmp_path, "tuned", tmp_path / "model")
+    assert whole["verdict"]["energy"]["moved"] == pytest.approx(1.0)
+    pair = ["--source-base", tmp_path / "a", "--target-base", tmp_path / "b"]
+    taskferry("fit", *pair, "--calibration", tmp_path / "prompts.jsonl", "--samples", 8, "--out", tmp_path / "maps")
+    taskferry("apply", tmp_path / "maps", tmp_path / "tuned", *pair, "--out", tmp_path / "applied", *lora)
+    applied = json.loads((tmp_path / "applied" / "taskferry.json").read_text())["verdict"]
+    assert applied["energy"]["moved"] == pytest.approx(weight / (weight + shift), rel=1e-4)
+    assert any("q_proj.bias" in text for text in applied["warnings"])
+
+
+@pytest.mark.parametrize(("engine", "lora"), [("whole", False), ("blockwise", True)])
+def test_the_part_of_a_packed_matrix_that_has_no_place(tmp_path: Path, lora: bool, engine: str) -> None:
+    """Phi-3 packs gate and up, GPT-2 has no gate: half of that change stays, as of separate matrices."""
+    torch.manual_seed(1)
+    size = {"num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2, "pad_token_id": 0}
+    folders.save(hf("Phi3ForCausalLM", 16, 2, vocab_size=400, **size), tmp_path / "a")
+    torch.manual_seed(2)
+    config = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=4, vocab_size=400, n_positions=128)
+    folders.save(transformers.GPT2LMHeadModel(config), tmp_path / "b")
+    folders.prompts(tmp_path / "prompts.jsonl")
+    if lora:
+        folders.lora(tmp_path / "a", tmp_path / "tuned", ["gate_up_proj"])
+    else:
+        folders.shifted(tmp_path / "a", tmp_path / "tuned", only="gate_up_proj")
+    _, record = moved(tmp_path, "tuned", tmp_path / "out", "--engine", engine, "--method", "bico")
+    deltas = load_tuned(str(tmp_path / "tuned"), load_model(str(tmp_path / "a"))).tau.deltas
+    dense = [delta if isinstance(delta, torch.Tensor) else delta.left @ delta.right for delta in deltas.values()]
+    gate = sum(float(d[: len(d) // 2].square().sum()) for d in dense) / sum(float(d.square().sum()) for d in dense)
+    half = len(dense[0]) // 2
+    assert record["coverage"]["unused"][f"model.layers.0.mlp.gate_up_proj.weight#0:{half}"]
+    assert record["verdict"]["energy"]["stayed"]["mlp.gate_up_proj"] == pytest.approx(gate, rel=1e-3)
+    assert any("most of it in mlp.gate_up_proj" in text for text in record["verdict"]["warnings"])

@@ -32,7 +32,8 @@ def compress(
             lost[name] = "a LoRA holds matrices only"
         else:
             deltas[name], errors[name] = _cut(delta, rank, energy)
-    return TaskVector(deltas, tau.coverage), errors, lost
+    coverage = None if tau.coverage is None else tau.coverage.without(lost)
+    return TaskVector(deltas, coverage), errors, lost
 
 
 def _cut(delta: Tensor, rank: int | None, energy: float | None) -> tuple[LowRank, float]:

@@ -44,7 +44,7 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
         target = target_skeleton(alignment)
     final, cut = in_form(settings, kind, settings.scale * moved)
     table = alignment.table()
-    record = apply_record(command, settings, inputs.hashes(), alignment, table, moved, tuned, **cut)
+    record = apply_record(command, settings, inputs.hashes(), alignment, table, final, tuned, **cut)
     record["verdict"]["sentence"] += dequantised(kind, target)
     write_output(settings, kind, final, target, tuned.adapter, record, inputs)
     return Outcome(record, settings.out)
@@ -66,7 +66,12 @@ def apply_record(
         settings,
         inputs,
         moved,
-        verdict=applied(moved, settings.scale, energy_moved(tuned.tau, moved), tuned.ignored),
+        verdict=applied(
+            moved,
+            settings.scale,
+            energy_moved(tuned.tau, moved),
+            {**tuned.ignored, **more.get("not_in_the_lora", {})},
+        ),
         provenance=alignment.provenance,
         sites=table,
         ignored=tuned.ignored,

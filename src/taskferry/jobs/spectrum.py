@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ from taskferry.taskvector import Delta, LazyDeltas, LowRank, TaskVector
 
 SHOWN = 32  # leading values
 _OVERSAMPLED = 8  # more directions than are shown, for the accuracy of the last ones
+_SLICE = re.compile(r"#(?P<across>:,)?(?P<from>\d+):(?P<to>\d+)")
 _EXACT = 256  # up to this width all values are computed
 
 
@@ -39,11 +41,25 @@ def energy_moved(tau: TaskVector, moved: TaskVector) -> dict[str, Any]:
             experts = {f"{name}#{i}": each for i, each in enumerate(_matrices(delta))}
             own = {expert: each for expert, each in experts.items() if expert in left}
             stayed.setdefault(_without_numbers(name), {}).update(own)
+        else:
+            own = {part: each for part in left if (each := _part(name, part, delta)) is not None}
+            stayed.setdefault(_without_numbers(name), {}).update(own)
     shares = {where: TaskVector(deltas).norm() ** 2 / total for where, deltas in stayed.items() if deltas}
     return {
         "moved": max(0.0, 1.0 - sum(shares.values())),
         "stayed": dict(sorted(shares.items(), key=lambda item: -item[1])),
     }
+
+
+def _part(name: str, part: str, delta: Delta) -> Delta | None:
+    """The outputs of a change that a slice of its parameter names, `weight#64:96` or `weight#:,64:96`."""
+    found = _SLICE.fullmatch(part.removeprefix(name)) if part.startswith(f"{name}#") else None
+    if found is None:
+        return None
+    own = slice(int(found["from"]), int(found["to"]))
+    if not isinstance(delta, LowRank):
+        return delta[:, own] if found["across"] else delta[own]
+    return LowRank(delta.left, delta.right[:, own]) if found["across"] else LowRank(delta.left[own], delta.right)
 
 
 def _without_numbers(name: str) -> str:
