@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from taskferry.checkpoints import load_model
+from taskferry.checkpoints import load_model, load_tuned
 from taskferry.errors import TaskferryError
 from tests.helpers import folders
 from tests.helpers.command import taskferry
@@ -43,7 +43,7 @@ def test_a_file_moves_as_the_numbers_that_it_stands_for(world: Path, tmp_path: P
 def test_a_model_on_a_file_is_a_folder(world: Path, tmp_path: Path) -> None:
     ran = transfer(world, world / "a", world / "tuned", world / "files" / "b.gguf", tmp_path / "out")
     transfer(world, world / "a", world / "tuned", world / "files" / "b.plain", tmp_path / "plain")
-    assert "stored in GGUF: the model is written dequantised, in bfloat16" in words(ran)
+    assert "stored in GGUF (F32, Q8_0): the model is written dequantised, in bfloat16" in words(ran)
     one, two = (
         dict(transformers.LlamaForCausalLM.from_pretrained(tmp_path / n, dtype=torch.float32).named_parameters())
         for n in ("out", "plain")
@@ -51,6 +51,15 @@ def test_a_model_on_a_file_is_a_folder(world: Path, tmp_path: Path) -> None:
     assert all(relative(value, two[name]) < 2**-8 for name, value in one.items())
     transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert "stored in GGUF" in words(taskferry("inspect", world / "files" / "b.gguf"))
+
+
+def test_two_roundings_are_no_fine_tune(world: Path, tmp_path: Path) -> None:
+    """One model in two types: their difference is rounding, and is refused as such."""
+    coarse = written(world / "b", tmp_path / "coarse.gguf", "Q4_0")
+    base = load_model(str(world / "files" / "b.gguf"))
+    with pytest.raises(TaskferryError, match=r"Q4_0.* would be rounding, not a fine-tune"):
+        load_tuned(str(coarse), base)
+    assert len(load_tuned(str(world / "files" / "b.gguf"), base).tau) == 0
 
 
 def test_refusals(world: Path, tmp_path: Path) -> None:

@@ -45,11 +45,11 @@ def settings(writer: Any, folder: Path) -> None:
     writer.add_pad_token_id(0)
 
 
-def written(folder: Path, out: Path) -> Path:
-    """A Llama in Q8_0 as llama.cpp writes it, and the numbers that it stands for (`out.plain`, a folder)."""
+def written(folder: Path, out: Path, stored: str = "Q8_0") -> Path:
+    """A Llama in some type as llama.cpp writes it, and the numbers that it stands for (`out.plain`, a folder)."""
     gguf = pytest.importorskip("gguf", reason="gguf is not installed")
     transformers = pytest.importorskip("transformers")
-    kind = gguf.GGMLQuantizationType.Q8_0
+    kind = gguf.GGMLQuantizationType[stored]
     heads = transformers.AutoConfig.from_pretrained(folder)
     writer, plain = gguf.GGUFWriter(str(out), "llama"), {}
     settings(writer, folder)

@@ -45,6 +45,7 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 TIED = ("lm_head", "embed_out")  # heads that many bases give the weights of their embedding
 _HEADS = ("classifier", "score")  # what PEFT saves of a classifier, asked for or not
+_NUMBER = re.compile(r"\.\d+\.")
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 
 
@@ -82,6 +83,24 @@ class Skeleton:
                 transposed.add(site.weight)
         sets = (frozenset(each) for each in (stacked, routers))
         return cls(parameters, frozenset(linear), frozenset(transposed), prefix, None, *sets)
+
+    def in_all_blocks(self) -> Skeleton:
+        """With what is known of some blocks taken for all: a source may have blocks that no site of an alignment is of.
+
+        Blocks are told apart by the numbers in their names.
+        """
+
+        def everywhere(known: frozenset[str]) -> frozenset[str]:
+            kinds = {_NUMBER.sub(".#.", name) for name in known}
+            return known | {name for name in self.parameters if _NUMBER.sub(".#.", name) in kinds}
+
+        return replace(
+            self,
+            linear=everywhere(self.linear),
+            transposed=everywhere(self.transposed),
+            stacked=everywhere(self.stacked),
+            routers=everywhere(self.routers),
+        )
 
     @property
     def by_parameter(self) -> frozenset[str]:

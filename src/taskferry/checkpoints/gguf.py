@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def load(
     if absent - {name for name, _ in model.named_parameters() if "head" in name}:
         lost = ", ".join(sorted(absent)[:3])
         raise TaskferryError(f"{where} holds no {lost}: give the Hugging Face folder of the model")
-    extra = {"unexpected": sorted(info["unexpected_keys"]), "dtype": WRITTEN, "quantised": FORM.says}
+    extra = {"unexpected": sorted(info["unexpected_keys"]), "dtype": WRITTEN, "quantised": _stored(path)}
     return model, path, absent, extra
 
 
@@ -83,3 +84,10 @@ def tokenizer(loaded: Loaded) -> Any:
 def image_transform(loaded: Loaded) -> Any:
     """There is none."""
     raise TaskferryError(f"{loaded.given} reads no images: a GGUF file holds the language model alone")
+
+
+def _stored(path: Path) -> str:
+    """With the types of its numbers: of two files with others the difference would be rounding."""
+    gguf = importlib.import_module("gguf")
+    kinds = sorted({tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors})
+    return f"{FORM.says} ({', '.join(kinds)})"

@@ -58,7 +58,10 @@ def load_model(
                     raise TaskferryError(
                         f"{given}: {name} is for {wishes[name][1].__name__.split('.')[-1]} models alone"
                     )
-            model, folder, absent, extra = kind.load(where, like, dtype=dtype, **more)
+            # What the files do not hold (a new head) is made by chance: the same whenever a model is loaded.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model, folder, absent, extra = kind.load(where, like, dtype=dtype, **more)
             for name, parameter in model.named_parameters():
                 if not is_finite(parameter):
                     raise TaskferryError(f"{given}: {name} holds numbers that are not finite: it is damaged")

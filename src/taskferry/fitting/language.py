@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -29,6 +30,23 @@ def is_language_class(name: str) -> bool:
 def is_sequence_to_sequence(model: nn.Module) -> bool:
     """Whether an encoder reads and a decoder answers."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def longest_text(asked: int, *models: nn.Module) -> int:
+    """In tokens: no more than each of the models has positions for."""
+    return min(asked, *map(_positions, models))
+
+
+def _positions(model: nn.Module) -> int:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(text, "max_position_embeddings", None)
+    if not isinstance(found, int) or found < 1:
+        return sys.maxsize
+    # Models of RoBERTa's kind count positions from behind that of the padding.
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    first = next((t.padding_idx + 1 for t in tables if getattr(t, "padding_idx", None) is not None), 0)
+    return found - first
 
 
 def expected(model: nn.Module, batch: Batch) -> Tensor:

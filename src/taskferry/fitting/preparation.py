@@ -22,7 +22,7 @@ from taskferry.calibration.seeing import seeing_calibration
 from taskferry.checkpoints import Loaded, Tuned
 from taskferry.errors import TaskferryError
 from taskferry.fitting.contrastive import Contrastive
-from taskferry.fitting.language import is_language_model, is_sequence_to_sequence
+from taskferry.fitting.language import is_language_model, is_sequence_to_sequence, longest_text
 from taskferry.fitting.models import place_of, wide
 from taskferry.fitting.objectives import (
     Classifier,
@@ -52,6 +52,7 @@ class Prepared:
     indices: tuple[int, ...]
     labels: str  # where they came from, for people
     by_data: bool = False  # whether each sample came with its class
+    longest: int = 0  # text, in tokens: what is longer was cut
 
     @property
     def taught(self) -> bool:
@@ -76,6 +77,8 @@ def prepare(
     `classes` numbers the names of labels; `samples` are those of `settings.calibration`, where they are loaded already.
     """
     _check_inputs(source, target)
+    longest = longest_text(settings.max_length, source.model, target.model)
+    settings = settings.model_copy(update={"max_length": longest})
     if samples is None:
         samples = load_samples(settings.calibration, label_column=settings.label_column, classes=classes)
     language = language_kind(source, target)
@@ -110,11 +113,15 @@ def prepare(
                 f"the objective '{settings.objective}' is for encoders; language models use their own loss"
             )
         calibration, labels, kept = _language(settings, chosen, source, target, tuned, language)
-        return Prepared(calibration, (LanguageModel(), LanguageModel()), tuple(indices[i] for i in kept), labels)
+        return Prepared(
+            calibration, (LanguageModel(), LanguageModel()), tuple(indices[i] for i in kept), labels, longest=longest
+        )
     if paired:
         check_pairs(settings.objective, settings.labels)
         calibration = encoder_calibration(chosen, source, target, **lengths)
-        return Prepared(calibration, (Contrastive(), Contrastive()), tuple(indices), "the pairs themselves")
+        return Prepared(
+            calibration, (Contrastive(), Contrastive()), tuple(indices), "the pairs themselves", longest=longest
+        )
     by_teacher = settings.labels == "teacher" or chosen.labels is None
     calibration = encoder_calibration(chosen, source, target, **lengths)
     labels = "from the data"
@@ -126,7 +133,7 @@ def prepare(
         labels = "from the tuned source (teacher)"
         if samples.labels is None and settings.labels == "auto":
             labels += ", because the data has none"
-    return Prepared(calibration, objectives, tuple(indices), labels, by_data=not by_teacher)
+    return Prepared(calibration, objectives, tuple(indices), labels, by_data=not by_teacher, longest=longest)
 
 
 def language_kind(source: Loaded, target: Loaded) -> str | None:
@@ -201,7 +208,7 @@ def check_pairs(objective: str, labels: str = "auto") -> None:
 
 def one_sided(samples: Samples, loaded: Loaded, *, max_length: int, micro_batch: int) -> list[Batch]:
     """Samples as one model takes them: for scoring and training."""
-    lengths = {"max_length": max_length, "micro_batch": micro_batch}
+    lengths = {"max_length": longest_text(max_length, loaded.model), "micro_batch": micro_batch}
     if not is_language_model(loaded.model):
         return encoder_calibration(samples, loaded, None, **lengths).side(0)
     kind = language_kind(loaded, loaded)

@@ -92,7 +92,8 @@ def difference(base: str, tuned: str, out: Path) -> Tuned:
 def source_skeleton(alignment: Alignment) -> Skeleton:
     """What an adapter must fit to pass through an alignment."""
     prefix = alignment.model("source").get("prefix", "")
-    return Skeleton.from_sites(alignment.source_parameters, [pair.source for pair in alignment.pairs], prefix)
+    sites = [pair.source for pair in alignment.pairs]
+    return Skeleton.from_sites(alignment.source_parameters, sites, prefix).in_all_blocks()
 
 
 def target_skeleton(alignment: Alignment) -> Skeleton:

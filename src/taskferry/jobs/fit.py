@@ -36,7 +36,7 @@ def fit_alignment(
     with opened(settings, reporter, settings.out, dry_run=dry_run) as models:
         job = Job(models.pair, models.tuned.tau, every_site=True)
         if reporter.wants_plan and models.first:
-            lines = sample_lines(models, settings.max_length)
+            lines = sample_lines(models)
             size = rank_and_size()[1]
             if size > 1:
                 lines["processes"] = f"{size}, which share passes and maps; the time below is that of one"
@@ -65,21 +65,21 @@ def plan_transfer(settings: PlanSettings, reporter: Reporter) -> Plan:
     if settings.device_memory is not None:
         job, precisions, prepared = without_weights(settings)
         plan = plan_sizes(job, method, own, precisions, settings.device_memory)
-        samples = {"samples": str(prepared.calibration.samples), **cut_line(prepared, settings.max_length)}
+        samples = {"samples": str(prepared.calibration.samples), **cut_line(prepared)}
         reporter.plan(plan, {"method": method.name, "labels": prepared.labels, **samples})
         return plan
     with opened(settings, reporter, None, dry_run=True) as models:
         job = Job(models.pair, models.tuned.tau, every_site=settings.source_tuned is None)
         reporter.note("measuring this machine for the plan")
         plan = models.planned(plan_job(job, method, own, scale="auto", refinement=refinement))
-        lines = {"method": method.name, **sample_lines(models, settings.max_length), **refining(settings)}
+        lines = {"method": method.name, **sample_lines(models), **refining(settings)}
         reporter.plan(plan, lines)
     return plan
 
 
-def sample_lines(models: Opened, longest: int) -> dict[str, str]:
+def sample_lines(models: Opened) -> dict[str, str]:
     """Of a plan."""
     if models.drawn is not None:
         return {"labels": models.prepared.labels, "samples": models.drawn.told}
     samples = str(models.prepared.calibration.samples)
-    return {"labels": models.prepared.labels, "samples": samples, **cut_line(models.prepared, longest)}
+    return {"labels": models.prepared.labels, "samples": samples, **cut_line(models.prepared)}

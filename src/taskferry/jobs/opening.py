@@ -235,8 +235,9 @@ def _lazy(given: str, device: str, dtype: str) -> LazyModel:
     return lazy
 
 
-def cut_line(prepared: Prepared, longest: int) -> dict[str, str]:
+def cut_line(prepared: Prepared) -> dict[str, str]:
     """Of a plan, where texts were cut."""
+    longest = prepared.longest
     cut, of = prepared.calibration.filled(longest), prepared.calibration.samples
     if not cut:
         return {}

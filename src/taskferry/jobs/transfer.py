@@ -229,7 +229,7 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
     return {
         **lines,
         "samples": samples,
-        **({} if models.drawn is not None else cut_line(prepared, settings.max_length)),
+        **({} if models.drawn is not None else cut_line(prepared)),
         "labels": prepared.labels,
         "method": " ".join([settings.method, *(f"{k}={v}" for k, v in settings.method_settings.items())]),
         **_efforts(settings),
