@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from taskferry.checkpoints import load_model, load_tuned
 from taskferry.fitting import preparation
@@ -13,6 +14,7 @@ from taskferry.settings import CalibrationSettings
 from tests.helpers import folders
 from tests.helpers.command import taskferry
 from tests.helpers.texts import SECOND, TEXTS
+from tests.helpers.tiny import hf
 
 pytest.importorskip("transformers")
 
@@ -24,6 +26,26 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folders.encoder(root / "wide", 24, 3, 2)
     folders.shifted(root / "bert", root / "tuned")
     return root
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_texts_are_cut_to_the_places_that_both_models_have(kind: str, tmp_path: Path) -> None:
+    """A --max-length beyond them ended in a traceback of torch."""
+    name, places = {"bert": ("BertModel", 12), "roberta": ("RobertaModel", 14)}[kind]  # RoBERTa's begin at the third
+    more = {"vocab_size": 400, "initializer_range": 0.2, "pad_token_id": 1}
+    torch.manual_seed(0)
+    folders.save(hf(name, 16, 2, **more, max_position_embeddings=places), tmp_path / "a")
+    folders.save(hf("BertModel", 24, 2, **more, max_position_embeddings=64), tmp_path / "b")
+    folders.shifted(tmp_path / "a", tmp_path / "tuned")
+    rows = [{"text": " ".join([*TEXTS[i:], *TEXTS]), "label": i % 2} for i in range(8)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--source-base", tmp_path / "a", "--source-tuned", tmp_path / "tuned", "--target-base", tmp_path / "b",
+             "--calibration", tmp_path / "long.jsonl", "--scale", 1, "--max-length", 100]  # fmt: skip
+    plan = taskferry("transfer", *given, "--out", tmp_path / "never", "--dry-run", "--json").json["plan"]
+    assert plan["cut"].startswith("8 of 8 samples fill all 12 tokens")
+    taskferry("transfer", *given, "--out", tmp_path / "out")
+    test = ["--test", tmp_path / "long.jsonl", "--shots", tmp_path / "long.jsonl", "--max-length", 100]
+    assert taskferry("evaluate", tmp_path / "a", *test, "--json").json["samples"] == 8
 
 
 def test_completions_keep_the_space_before_them(tmp_path: Path) -> None:

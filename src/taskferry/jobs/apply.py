@@ -13,7 +13,7 @@ from taskferry.disk.files import hash_parameters
 from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
-from taskferry.jobs.output import dequantised, in_form, output_kind, write_output
+from taskferry.jobs.output import dequantised, in_form, output_kind, packed, write_output
 from taskferry.jobs.record import Outcome, make_record, summary
 from taskferry.jobs.spectrum import energy_moved
 from taskferry.jobs.verdict import applied
@@ -61,17 +61,16 @@ def apply_record(
     **more: Any,
 ) -> dict[str, Any]:
     """The record of one applied change, alone or in a fleet; `table` is the alignment's, made once for all."""
+    adapter = tuned if isinstance(tuned, Adapter) else tuned.adapter
+    ignored = {**tuned.ignored, **more.get("not_in_the_lora", {})}
+    verdict = applied(moved, settings.scale, energy_moved(tuned.tau, moved), ignored)
+    verdict["sentence"] += packed(moved, adapter) if output_kind(settings, adapter) == "lora" else ""
     return make_record(
         command,
         settings,
         inputs,
         moved,
-        verdict=applied(
-            moved,
-            settings.scale,
-            energy_moved(tuned.tau, moved),
-            {**tuned.ignored, **more.get("not_in_the_lora", {})},
-        ),
+        verdict=verdict,
         provenance=alignment.provenance,
         sites=table,
         ignored=tuned.ignored,

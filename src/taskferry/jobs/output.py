@@ -27,7 +27,7 @@ from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.timing import Timing
 from taskferry.settings import ApplySettings, OutputSettings
 from taskferry.sites.discovery import block_paths, find_sites
-from taskferry.taskvector import Delta, TaskVector, as_dense, match_names
+from taskferry.taskvector import Delta, LowRank, TaskVector, as_dense, match_names
 
 FORMS = {"lora": "a LoRA adapter", "model": "a full model", "task-vector": "a task vector"}
 
@@ -60,6 +60,19 @@ def dequantised(kind: str, target: Loaded | LazyModel | Skeleton) -> str:
         return ""
     precision = str(target.extra["dtype"]).removeprefix("torch.")
     return f" The target is stored in {stored}: the model is written dequantised, in {precision}."
+
+
+def packed(tau: TaskVector, adapter: Adapter | None) -> str:
+    """A sentence where a LoRA has a larger rank than it came with: side by side stand the factors of what is packed."""
+    if adapter is None:
+        return ""
+    came, left = (
+        max((delta.rank for delta in each.deltas.values() if isinstance(delta, LowRank)), default=0)
+        for each in (adapter.tau, tau)
+    )
+    if left <= came:
+        return ""
+    return f" Rank {left} (it came with {came}) where the target packs several matrices in one: servers need to know."
 
 
 def write_output(

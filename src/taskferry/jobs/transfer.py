@@ -19,7 +19,7 @@ from taskferry.fitting.task_head import MovedHead, TaskHead
 from taskferry.fitting.teacher import check_whole
 from taskferry.jobs.forecast import foretold
 from taskferry.jobs.opening import Opened, cut_line, opened
-from taskferry.jobs.output import FORMS, dequantised, in_form, output_kind, write_output
+from taskferry.jobs.output import FORMS, dequantised, in_form, output_kind, packed, write_output
 from taskferry.jobs.plan import plan_job, refining
 from taskferry.jobs.record import Outcome, Reporter, make_record, summary
 from taskferry.jobs.settings import NOTHING, TransferSettings
@@ -128,6 +128,7 @@ def transfer(
         if not helps or not models.first:
             return Outcome(record, None)
         record["verdict"]["sentence"] += dequantised(kind, models.target)
+        record["verdict"]["sentence"] += packed(written, adapter) if kind == "lora" else ""
         if moved_head is not None:
             record["verdict"]["sentence"] += told_of(moved_head)
         write_output(settings, kind, written, models.target, adapter, record, models.inputs, timing, drawn)
