@@ -152,7 +152,10 @@ class Curve:
 
 
 def refined(cells: dict[str, Any], count: int) -> list[Curve]:
-    """The curves of one number of samples, each over the cells that have the start and all steps that any has."""
+    """The curves of one number of samples, each over the cells that have the start and all of its steps.
+
+    Where only some cells have the most steps, they have a curve of their own behind that of all.
+    """
     some = {key: known for key, known in cells.items() if int(key.split()[3]) == count}
     found = []
     for line, start in {**STARTS, SCRATCH: ""}.items():
@@ -163,10 +166,22 @@ def refined(cells: dict[str, Any], count: int) -> list[Curve]:
             continue
         if moved := {"bico": BESIDE, "twofold": STANDARD}.get(start):
             names = {0: moved, **names}
-        whole = {key: known for key, known in some.items() if set(names.values()) <= set(known["ways"])}
-        points = {n: point for n, name in names.items() if (point := summed(whole, name, count)) is not None}
-        if points:
-            found.append(Curve(line, points))
+        curves: list[Curve] = []
+        for most in sorted(names, reverse=True):
+            mine = {n: name for n, name in names.items() if n <= most}
+            whole = {key: known for key, known in some.items() if set(mine.values()) <= set(known["ways"])}
+            points = {n: point for n, name in mine.items() if (point := summed(whole, name, count)) is not None}
+            if most > 0 and points and (not curves or points[most].cells > curves[-1].last.cells):
+                curves.append(Curve(line, points))
+        found += reversed(curves)
+    return found
+
+
+def zoo_curves(cells: dict[str, Any]) -> dict[str, Curve]:
+    """On all pairs of the zoo with 100 samples: of each line the curve over the most cells."""
+    found: dict[str, Curve] = {}
+    for curve in refined(in_table(cells, ZOO, MORE), 100):
+        found.setdefault(curve.line, curve)
     return found
 
 
@@ -188,7 +203,7 @@ def refine_table(cells: dict[str, Any]) -> str:
 def draw_refined(cells: dict[str, Any], by: str) -> str:
     """Share with 100 samples on all pairs of the zoo that were run, against "steps" or against "CPU-seconds"."""
     curves = []
-    for curve in refined(in_table(cells, ZOO, MORE), 100):
+    for curve in zoo_curves(cells).values():
         points = {} if 0 in curve.points else {0.0: 0.0}
         points |= {float(n) if by == "steps" else point.cpu: 100 * point.share for n, point in curve.points.items()}
         curves.append(Line(curve.line, list(points), list(points.values()), dashed="labels" in curve.line))

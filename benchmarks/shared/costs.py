@@ -66,34 +66,36 @@ def draws(count: int) -> str:
     return "one draw" if count == 1 else f"{count} draws"
 
 
+def some_draws(found: frontier.Found) -> str:
+    """Of each pair and task: not all need have as many."""
+    least, more = divmod(found.cells, found.places)
+    return (
+        draws(least) if not more else f"{'one' if least == 1 else least} or {'two' if least == 1 else least + 1} draws"
+    )
+
+
 def signed(points: float) -> str:
     return f"{points:+.1f}".replace("-", "−")
 
 
 def steps_shares(results: dict[str, Any]) -> dict[str, str]:
     """Of training steps on the zoo, with 100 samples."""
-    curves = zoo_curves(results)
+    curves = frontier.zoo_curves(cells_of(results))
     moved, cold = curves["refined from the default"].points, curves["refined, no move"].points
     shares = {f"{name}_{n}": f"{point.share:.0%}"
               for name, points in (("r", moved), ("c", cold)) for n, point in points.items()}  # fmt: skip
     last = moved[100]
-    return {**shares, "r_places": str(last.places), "r_draws": draws(last.cells // last.places)}
+    return {**shares, "r_places": str(last.places), "r_draws": some_draws(last)}
 
 
 def steps_table(results: dict[str, Any]) -> str:
     """The same for the page on refining, with CPU-seconds, and how many cells each row has."""
-    curves = zoo_curves(results).values()
+    curves = frontier.refined(frontier.in_table(cells_of(results), frontier.ZOO, frontier.MORE), 100)
     steps = [n for n in (0, *STEPS) if any(n in curve.points for curve in curves)]
     rows = [
         [LINES[c.line], *(c.shown().get(n, "") for n in steps), str(c.last.places), str(c.last.cells)] for c in curves
     ]
     return common.table(["", *(f"{n} steps" for n in steps), "pairs with a task", "cells"], rows)
-
-
-def zoo_curves(results: dict[str, Any]) -> dict[str, frontier.Curve]:
-    """By line, on all pairs of the zoo that were refined, with 100 samples."""
-    found = frontier.refined(frontier.in_table(cells_of(results), frontier.ZOO, frontier.MORE), 100)
-    return {curve.line: curve for curve in found}
 
 
 def cells_of(results: dict[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class CalibrationSettings(Settings):
     samples: int = Field(100, ge=2, description="how many samples to use")
     per_class: int | None = Field(None, ge=1, description="samples of each class instead of a total number")
     sampler: Sampler = Field("random", description="how samples are chosen")
-    seed: int = Field(0, description="for choosing or generating samples")
+    seed: int = Field(0, ge=0, lt=2**32, description="for choosing or generating samples")
     labels: LabelSource = Field("auto", description="from the data, or from the tuned source (teacher)")
     label_column: str = Field("label", description="the column with the class")
     objective: ObjectiveName = Field("auto", description="the loss whose gradient is taken")

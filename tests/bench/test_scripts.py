@@ -6,6 +6,7 @@ import importlib
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,3 +50,19 @@ def test_the_tables_of_committed_results_are_made_again(
     assert ended.value.code in (0, 1)  # 1: a bound is missed
     assert (tmp_path / f"{name}.md").read_text() == (results / f"{name}.md").read_text()
     assert capsys.readouterr().out
+
+
+def test_cells_with_more_steps_have_a_curve_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The few that were trained longest must not take the others out of the curve of all."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    tables = importlib.import_module("benchmarks.quality.frontier_tables")
+
+    def cell(*steps: int) -> dict[str, Any]:
+        way = {"score": 20.0, "cpu": 1.0, "passes": [1.0, 1.0], "code": ""}
+        return {"target": 10.0, "oracle": 30.0, "ways": {f"refined, no move, {n} steps": way for n in steps}}
+
+    cells = {f"letters narrow twin 100 {draw}": cell(10, 30, 100) for draw in range(3)}
+    cells["letters narrow twin 100 0"] = cell(10, 30, 100, 300)
+    found = tables.refined(cells, 100)
+    assert [(list(curve.points), curve.last.cells) for curve in found] == [([10, 30, 100], 3), ([10, 30, 100, 300], 1)]
+    assert tables.zoo_curves(cells)["refined, no move"].last.cells == 3
