@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from taskferry import TaskferryError
 from taskferry.checkpoints import Skeleton, load_model, load_tuned, read_adapter
@@ -25,6 +26,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("names")
     folders.causal(root / "llama", "LlamaForCausalLM", 32, 2, 1)
     folders.causal(root / "qwen", "Qwen3ForCausalLM", 24, 2, 2)
+    folders.causal(root / "biased", "Qwen2ForCausalLM", 16, 2, 5)
+    small = {"vocab_size": 400, "max_position_embeddings": 64, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 2, "decoder_layers": 2}
+    bart = transformers.BartConfig(d_model=16, **small, **heads)
+    folders.save(transformers.BartForConditionalGeneration(bart), root / "bart")
+    t5 = transformers.T5Config(d_model=24, d_kv=6, d_ff=48, num_layers=2, num_heads=4, vocab_size=400)
+    t5.decoder_start_token_id = 0
+    folders.save(transformers.T5ForConditionalGeneration(t5), root / "t5")
+    folders.prompts(root / "prompts.jsonl")
     folders.encoder(root / "masked", 16, 2, 3, "BertForMaskedLM")
     folders.encoder(root / "bert", 24, 2, 4)
     folders.texts(root / "texts.jsonl")
@@ -78,6 +88,19 @@ def test_peft_finds_every_factor(
     assert all(bool(factor.any()) for factor in factors)
 
 
+def test_a_target_that_calls_its_body_otherwise_keeps_its_names(world: Path, tmp_path: Path) -> None:
+    """T5's classes have a prefix that a model which generates does not use."""
+    of_class = transformers.AutoModelForSeq2SeqLM
+    lora = made(of_class.from_pretrained(world / "bart"), tmp_path / "lora", ["q_proj"], task_type="SEQ_2_SEQ_LM")
+    taskferry("transfer", "--source-base", world / "bart", "--source-tuned", lora, "--target-base", world / "t5",
+              "--calibration", world / "prompts.jsonl", "--samples", 6, "--method", "bico", "--scale", 1,
+              "--out", tmp_path / "moved")  # fmt: skip
+    loaded = peft.PeftModel.from_pretrained(of_class.from_pretrained(world / "t5"), tmp_path / "moved")
+    factors = [p for n, p in loaded.named_parameters() if "lora_B" in n]
+    assert len(factors) == 6
+    assert all(bool(factor.any()) for factor in factors)
+
+
 def test_a_frozen_table_beside_a_lora_is_no_part_of_it(world: Path, tmp_path: Path) -> None:
     """PEFT saves the base's own output layer beside its LoRA: base and change are all of the tuned source."""
     lora = made(transformers.AutoModelForCausalLM.from_pretrained(world / "llama"), tmp_path / "lora",
@@ -100,14 +123,47 @@ def test_a_lora_with_biases_is_no_teacher(world: Path, tmp_path: Path) -> None:
         check_whole(tuned, "give labels")
 
 
+def test_biases_of_the_layers_of_a_lora_are_part_of_it(world: Path, tmp_path: Path) -> None:
+    """PEFT saves them inside the wrapped layer, where it also saves what is frozen."""
+    lora = made(transformers.AutoModelForCausalLM.from_pretrained(world / "biased"), tmp_path / "lora",
+                ["q_proj", "k_proj", "v_proj"], bias="all", task_type="CAUSAL_LM")  # fmt: skip
+    tuned = load_tuned(str(lora), load_model(str(world / "biased")))
+    assert all("bias trained beside" in why for why in tuned.ignored.values())
+    assert len(tuned.ignored) == 6
+    with pytest.raises(TaskferryError, match="bias"):
+        check_whole(tuned, "leave --refine out", heads=False)
+
+
+def test_what_the_base_has_no_use_for_is_no_hindrance(world: Path, tmp_path: Path) -> None:
+    """Tensors of another class in a fine-tune's files, and the second name of a tied weight."""
+    folders.shifted(world / "llama", tmp_path / "tuned")
+    file = tmp_path / "tuned" / "model.safetensors"
+    save_file({**load_file(file), "v_head.summary.weight": torch.zeros(1, 32)}, file, {"format": "pt"})
+    base = load_model(str(world / "llama"))
+    tuned = load_tuned(str(tmp_path / "tuned"), base)
+    assert list(tuned.ignored) == ["v_head.summary.weight"]
+    check_whole(tuned, "leave --refine out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(world / "llama", tie_word_embeddings=True)
+    folders.save(model, tmp_path / "tied")
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    assert not load_tuned(str(tmp_path / "state.pt"), load_model(str(tmp_path / "tied"))).ignored
+
+
 def test_a_resized_fine_tune_teaches_as_it_was_saved_or_not_at_all(world: Path, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(world / "llama")
     model.resize_token_embeddings(401)
     folders.save(model, tmp_path / "more")
     tuned = load_tuned(str(tmp_path / "more"), load_model(str(world / "llama")))
-    check_whole(tuned, "give labels")
+    check_whole(tuned, "give labels", saved=True)
     with pytest.raises(TaskferryError, match="leave --refine out"):
-        check_whole(tuned, "leave --refine out", saved=False)
+        check_whole(tuned, "leave --refine out")
+    torch.save(model.state_dict(), tmp_path / "more.pt")
+    base = load_model(str(world / "llama"))
+    with (
+        pytest.raises(TaskferryError, match="give labels"),
+        teacher_model(base, load_tuned(str(tmp_path / "more.pt"), base)),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(("given", "name", "revision"), [

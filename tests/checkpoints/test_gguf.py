@@ -43,7 +43,7 @@ def test_a_file_moves_as_the_numbers_that_it_stands_for(world: Path, tmp_path: P
 def test_a_model_on_a_file_is_a_folder(world: Path, tmp_path: Path) -> None:
     ran = transfer(world, world / "a", world / "tuned", world / "files" / "b.gguf", tmp_path / "out")
     transfer(world, world / "a", world / "tuned", world / "files" / "b.plain", tmp_path / "plain")
-    assert "stored in GGUF (F32, Q8_0): the model is written dequantised, in bfloat16" in words(ran)
+    assert "stored in GGUF (Q8_0): the model is written dequantised, in bfloat16" in words(ran)
     one, two = (
         dict(transformers.LlamaForCausalLM.from_pretrained(tmp_path / n, dtype=torch.float32).named_parameters())
         for n in ("out", "plain")
@@ -60,6 +60,8 @@ def test_two_roundings_are_no_fine_tune(world: Path, tmp_path: Path) -> None:
     with pytest.raises(TaskferryError, match=r"Q4_0.* would be rounding, not a fine-tune"):
         load_tuned(str(coarse), base)
     assert len(load_tuned(str(world / "files" / "b.gguf"), base).tau) == 0
+    half, brain = (load_model(str(written(world / "b", tmp_path / f"{kind}.gguf", kind))) for kind in ("F16", "BF16"))
+    load_tuned(half.given, brain)  # two forms of 16 bits
 
 
 def test_refusals(world: Path, tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.helpers import folders
 from tests.helpers.command import taskferry
@@ -48,6 +50,17 @@ def test_a_score_is_that_of_the_adapter_with_its_head(world: Path) -> None:
     found = taskferry(*given, "--add", world / "lora").json
     assert found["accuracy"] == 100
     assert found["warnings"] == []
+
+
+def test_half_of_a_head_is_none(world: Path, tmp_path: Path) -> None:
+    """A part of it that the model has no place for: the score is that of the model's own, with a warning."""
+    lora = shutil.copytree(world / "lora", tmp_path / "lora")
+    file = lora / "adapter_model.safetensors"
+    save_file({**load_file(file), "base_model.model.pre_classifier.weight": torch.zeros(16, 16)}, file)
+    given = ["evaluate", world / "base", "--test", world / "test.jsonl", "--json"]
+    found = taskferry(*given, "--add", lora).json
+    assert found["accuracy"] == 0
+    assert any("pre_classifier" in text or "more" in text for text in found["warnings"])
 
 
 def test_what_has_no_place_is_told(world: Path, tmp_path: Path) -> None:

@@ -44,8 +44,9 @@ from taskferry.taskvector import Delta, LowRank, TaskVector, match_names
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 TIED = ("lm_head", "embed_out")  # heads that many bases give the weights of their embedding
-_HEADS = ("classifier", "score")  # what PEFT saves of a classifier, asked for or not
+HEADS = ("classifier", "score")  # what PEFT saves of a classifier, asked for or not
 _NUMBER = re.compile(r"\.\d+\.")
+_MODULE = "a module trained in full beside the LoRA (modules_to_save), such as a task head"
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 
 
@@ -65,7 +66,7 @@ class Skeleton:
     def of(cls, model: nn.Module) -> Skeleton:
         """The skeleton of a model."""
         parameters = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        known = cls.from_sites(parameters, find_sites(model), str(getattr(model, "base_model_prefix", "")))
+        known = cls.from_sites(parameters, find_sites(model), prefix_of(model))
         return replace(known, older=older_names(model))
 
     @classmethod
@@ -125,6 +126,18 @@ class Adapter:
     head: Mapping[str, Tensor] = field(default_factory=dict)  # one for the target, to be written beside it
 
 
+def prefix_of(model: nn.Module) -> str:
+    """What a model is called inside one with a head; nothing where it has a head and calls its body otherwise (T5)."""
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    kind = type(model).__name__
+    return "" if ("For" in kind or "Head" in kind) and not hasattr(model, prefix) else prefix
+
+
+def in_body(name: str) -> bool:
+    """Whether a parameter belongs to a block or an embedding, not to a head or pooler."""
+    return any(part.isdigit() for part in name.split(".")) or "embed" in name
+
+
 def is_adapter(path: Path) -> bool:
     """A folder with an adapter's configuration."""
     return (path / CONFIG).is_file()
@@ -146,23 +159,24 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
         if factor is not None and tensor.ndim == 2:
             factors.setdefault(factor["module"], {})[factor["side"]] = tensor
         else:
-            if _frozen(name, tensor, base):
+            if _frozen(name, tensor, base, config):
                 continue
             ignored[name] = _why_ignored(name)
-            if name.partition(".")[0] in _HEADS:
+            if ignored[name] == _MODULE and not in_body(name):
                 saved[name] = tensor
     if not factors:
         raise TaskferryError(f"{folder}: no LoRA factors in {weights.name}")
     dtype = next(iter(next(iter(factors.values())).values())).dtype
-    headed = _is_headed(factors, base, config)
 
     def change_of(module: str, sides: Mapping[str, Tensor], experts: int = 0) -> LowRank:
         rank, alpha = ranks.of(module, config["r"]), alphas.of(module, config["lora_alpha"])
         return _change(folder, module, sides, rank, alpha / (rank**0.5 if config.get("use_rslora") else rank), experts)
 
     found: dict[str, LowRank] = {}
-    for name, (_, sides) in parameters_of(folder, factors, config.get("target_parameters"), base).items():
+    modules = []
+    for name, (module, sides) in parameters_of(folder, factors, config.get("target_parameters"), base).items():
         found[name] = change_of(name, sides, base.parameters[name][0] if name in base.stacked else 0)
+        modules.append(module)
     found |= old_experts(factors, change_of, base)
     factors, names = _matched(folder, factors, base)
     for module, sides in factors.items():
@@ -180,6 +194,7 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
     wrong = not_finite({name: (d.left, d.right) for name, d in deltas.items() if isinstance(d, LowRank)})
     if wrong is not None:
         raise TaskferryError(f"{folder}: the change of {wrong} holds numbers that are not finite")
+    headed = _is_headed([*factors, *modules], base, config)
     return Adapter(TaskVector(deltas), config, headed, dtype, ignored, saved)
 
 
@@ -270,8 +285,10 @@ def _renamed(target: Skeleton, headed: bool | None) -> Callable[[str], str]:
     return str if inside else lambda name: own + name
 
 
-def _frozen(name: str, tensor: Tensor, base: Skeleton) -> bool:
+def _frozen(name: str, tensor: Tensor, base: Skeleton, config: Mapping[str, Any]) -> bool:
     """A table that PEFT saves beside the LoRA of an embedding or of an output layer: the base's own, unless resized."""
+    if name.endswith("bias") and config.get("bias", "none") != "none":
+        return False  # trained
     own, shape = name.replace(".base_layer.", "."), tuple(tensor.shape)
     return own != name and any(alike(own, known) and shape == size for known, size in base.parameters.items())
 
@@ -333,9 +350,9 @@ def _change(folder: Path, module: str, sides: Mapping[str, Tensor], rank: int, s
 def _why_ignored(name: str) -> str:
     if "lora_embedding" in name:
         return "a LoRA of an embedding: its rows are tokens, not a space of activations"
-    if name.endswith("bias") and name.partition(".")[0] not in _HEADS:
+    if name.endswith("bias") and name.partition(".")[0] not in HEADS:
         return "a bias trained beside the LoRA: no adapter of another base can hold it"
-    return "a module trained in full beside the LoRA (modules_to_save), such as a task head"
+    return _MODULE
 
 
 def _task_type(like: Adapter | None) -> str | None:

@@ -89,5 +89,5 @@ def image_transform(loaded: Loaded) -> Any:
 def _stored(path: Path) -> str:
     """With the types of its numbers: of two files with others the difference would be rounding."""
     gguf = importlib.import_module("gguf")
-    kinds = sorted({tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors})
-    return f"{FORM.says} ({', '.join(kinds)})"
+    kinds = {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors} - {"F32", "F16", "BF16"}
+    return f"{FORM.says} ({', '.join(sorted(kinds))})" if kinds else FORM.says

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from taskferry.checkpoints import gguf, huggingface, openclip, timm
-from taskferry.checkpoints.adapters import Adapter, Skeleton, is_adapter, read_adapter
+from taskferry.checkpoints.adapters import Adapter, Skeleton, in_body, is_adapter, read_adapter
 from taskferry.checkpoints.conversion import is_lora, read_converted
+from taskferry.checkpoints.expert_adapters import alike
 from taskferry.checkpoints.loaded import Loaded, to_device
 from taskferry.checkpoints.quantised import same_form, traces
 from taskferry.checkpoints.states import is_state_file, read_state
@@ -60,7 +61,7 @@ def load_model(
                     )
             # What the files do not hold (a new head) is made by chance: the same whenever a model is loaded.
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
+                torch.default_generator.manual_seed(0)
                 model, folder, absent, extra = kind.load(where, like, dtype=dtype, **more)
             for name, parameter in model.named_parameters():
                 if not is_finite(parameter):
@@ -89,16 +90,25 @@ class Tuned:
     adapter: Adapter | None = None
     ignored: Mapping[str, str] = field(default_factory=dict)  # what it holds beside changes of the base
     given: str = ""  # what the user wrote
+    unread: frozenset[str] = frozenset()  # of those, what a model of the base's class has no use for
+
+    @property
+    def beside(self) -> dict[str, str]:
+        """What makes it another model than base + τ, and why that is not in τ."""
+        return {name: why for name, why in self.ignored.items() if name not in self.unread}
 
     def add_to(self, model: nn.Module, scale: float = 1.0) -> dict[str, str]:
-        """Change a base model; a head that was saved beside an adapter is put in its place. What is left, and why."""
+        """Change a base model; a head that was saved beside an adapter is put in its place, all of it or nothing.
+
+        What is left, and why.
+        """
         self.tau.add_to(model, scale=scale)
-        left, own = dict(self.ignored), dict(model.named_parameters())
-        for name, tensor in ({} if self.adapter is None else self.adapter.saved).items():
-            if name in own and own[name].shape == tensor.shape:
-                own[name].data.copy_(tensor)
-                del left[name]
-        return left
+        saved, own = {} if self.adapter is None else self.adapter.saved, dict(model.named_parameters())
+        if any(name not in own or own[name].shape != tensor.shape for name, tensor in saved.items()):
+            return self.beside
+        for name, tensor in saved.items():
+            own[name].data.copy_(tensor)
+        return {name: why for name, why in self.beside.items() if name not in saved}
 
 
 def by_reason(left: Mapping[str, str], what: str = "did not move") -> list[str]:
@@ -161,7 +171,7 @@ def load_tuned(given: str, base: Loaded) -> Tuned:
     tau = TaskVector.between({n: before[n] for n in before if n in keep}, {n: after[n] for n in keep})
     heads = [*tuned.extra.get("unexpected", ()), *sorted(set(after) - set(before)), *sorted(reshaped)]
     ignored = dict.fromkeys(heads, "a task head that the base does not have in this form") | tokens
-    return Tuned(tau, None, ignored, given)
+    return Tuned(tau, None, ignored, given, frozenset(tuned.extra.get("unexpected", ())))
 
 
 def _stored(base: Loaded) -> nn.Module:
@@ -169,11 +179,6 @@ def _stored(base: Loaded) -> nn.Module:
     if base.exact:
         return base.model
     return load_model(base.given, like=base.model, image_size=base.extra.get("image_size"), dtype="auto").model
-
-
-def in_body(name: str) -> bool:
-    """Whether a parameter belongs to a block or an embedding, not to a head or pooler."""
-    return any(part.isdigit() for part in name.split(".")) or "embed" in name
 
 
 def write_model(target: Loaded, tau: TaskVector, folder: Path) -> None:
@@ -214,8 +219,10 @@ def _from_state(path: Path, base: nn.Module) -> Tuned:
         change: Tensor = after.to(before.device, torch.promote_types(before.dtype, torch.float32)) - before
         if bool(change.any()):
             deltas[base_name] = change
-    ignored = dict.fromkeys((n for n in state if n not in names), "the base has no such parameter") | tokens
-    return Tuned(TaskVector(deltas), None, ignored, str(path))
+    shared = {name for name, _ in base.named_parameters(remove_duplicate=False)} - parameters.keys()
+    unread = frozenset(n for n in state if n not in names and not any(alike(n, name) for name in shared))
+    ignored = dict.fromkeys((n for n in state if n in unread), "the base has no such parameter") | tokens
+    return Tuned(TaskVector(deltas), None, ignored, str(path), unread)
 
 
 def _known(name: str, parameters: dict[str, nn.Parameter]) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from taskferry.alignment import Alignment
 from taskferry.calibration.batch import Calibration
+from taskferry.checkpoints.adapters import prefix_of
 from taskferry.coverage import reasons_to_keep
 from taskferry.errors import TaskferryError
 from taskferry.fitting.answers import Answers
@@ -158,7 +159,7 @@ class ModelPair(ABC):
 
     def _model(self, side: int) -> dict[str, str]:
         model = (self.source, self.target)[side]
-        prefix = str(getattr(model, "base_model_prefix", ""))
+        prefix = prefix_of(model)
         precision = self.placement()["source" if side == 0 else "target"]["dtype"]
         told = {} if precision == "float32" else {"dtype": precision}  # the hash is of the weights in it
         return {"class": type(model).__name__, "prefix": prefix, "sha256": self.hash_of(side), **told}

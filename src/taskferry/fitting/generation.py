@@ -27,7 +27,7 @@ from taskferry.calibration.samplers import choose
 from taskferry.checkpoints import Loaded, Tuned, is_adapter, load_tuned
 from taskferry.choices import FREE, OWN
 from taskferry.errors import TaskferryError
-from taskferry.fitting.language import longest_text
+from taskferry.fitting.language import positions
 from taskferry.fitting.models import device_of
 from taskferry.fitting.preparation import language_kind
 from taskferry.fitting.progress import Progress, Steps
@@ -281,7 +281,7 @@ def _kind(settings: GenerationSettings, source: Loaded, target: Loaded) -> tuple
 
 def _length(longest: int, source: Loaded, target: Loaded) -> int:
     """In tokens, with the mark at the beginning: no model has places for more."""
-    return max(2, longest_text(longest, source.model, target.model) - 2)
+    return max(2, min(longest, positions(source.model), positions(target.model)) - 2)
 
 
 def _answered(prompt: str, answer: str) -> Row | None:

@@ -33,20 +33,26 @@ def is_sequence_to_sequence(model: nn.Module) -> bool:
 
 
 def longest_text(asked: int, *models: nn.Module) -> int:
-    """In tokens: no more than each of the models has positions for."""
-    return min(asked, *map(_positions, models))
+    """In tokens: no more than each of the models has a table of positions for."""
+    return min(asked, *(positions(model) if _tables(model) else sys.maxsize for model in models))
 
 
-def _positions(model: nn.Module) -> int:
+def positions(model: nn.Module) -> int:
+    """As many as a model says that it has, whether or not it could go on."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = getattr(text, "max_position_embeddings", None)
     if not isinstance(found, int) or found < 1:
         return sys.maxsize
     # Models of RoBERTa's kind count positions from behind that of the padding.
-    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
-    first = next((t.padding_idx + 1 for t in tables if getattr(t, "padding_idx", None) is not None), 0)
-    return found - first
+    return found - max((t.padding_idx + 1 for t in _tables(model) if t.padding_idx is not None), default=0)
+
+
+def _tables(model: nn.Module) -> list[nn.Embedding]:
+    """Of learned positions."""
+    ends = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
+    return [module for name, module in model.named_modules()
+            if name.endswith(ends) and isinstance(module, nn.Embedding)]  # fmt: skip
 
 
 def expected(model: nn.Module, batch: Batch) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from taskferry.calibration.batch import Batch, Calibration
 from taskferry.checkpoints import Adapter, Loaded
+from taskferry.checkpoints.adapters import HEADS
 from taskferry.checkpoints.classifiers import headed, same_labels
 from taskferry.errors import TaskferryError
 from taskferry.fitting.halving import Halving
@@ -50,7 +51,8 @@ class TaskHead:
     @classmethod
     def of(cls, adapter: Adapter | None, source: Loaded, target: Loaded) -> TaskHead:
         """The head that an adapter brings; refused where it cannot move."""
-        saved = {} if adapter is None else adapter.saved
+        every = {} if adapter is None else adapter.saved
+        saved = {name: tensor for name, tensor in every.items() if name.partition(".")[0] in HEADS}
         weights = [name for name, tensor in saved.items() if name.endswith(".weight") and tensor.ndim == 2]
         name = weights[0].removesuffix(".weight") if weights else ""
         if len(weights) != 1 or "." in name or set(saved) - {f"{name}.weight", f"{name}.bias"}:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from taskferry.checkpoints import Loaded, Tuned, load_model
+from taskferry.checkpoints.adapters import in_body
+from taskferry.checkpoints.models import resolve
 from taskferry.errors import TaskferryError
 from taskferry.fitting.language import is_sequence_to_sequence
 from taskferry.fitting.models import device_of
@@ -26,25 +28,28 @@ def teacher_model(source: Loaded, tuned: Tuned | None) -> Iterator[torch.nn.Modu
     """The tuned source: base + τ where that is all of it, or as it was saved, with its head."""
     if tuned is None:
         raise TaskferryError("labels from the teacher need the tuned source: give --source-tuned")
-    check_whole(tuned, "give labels")
-    if tuned.adapter is not None or not Path(tuned.given).is_dir() or not (tuned.ignored or source.absent):
+    whole = tuned.adapter is None and Path(resolve(tuned.given)).is_dir()
+    check_whole(tuned, "give labels", saved=whole)
+    if whole and (tuned.ignored or source.absent):
+        yield load_model(tuned.given, dtype=source.precision).model.to(device_of(source.model))
+    else:
         with moved_by(source.model, tuned.tau) as set_scale:
             set_scale(1.0)
             yield source.model
-    else:
-        yield load_model(tuned.given, dtype=source.precision).model.to(device_of(source.model))
 
 
-def check_whole(tuned: Tuned, otherwise: str, *, saved: bool = True) -> None:
-    """Refuses a tuned source that is more than base + τ; a full model can be loaded as it was `saved` instead."""
-    if tuned.adapter is None and saved:
-        return
-    for name, reason in tuned.ignored.items():
-        merge = "" if tuned.adapter is None else ", or merge the adapter and give the full model"
-        raise TaskferryError(
-            f"{tuned.given} has also trained {name}, which is not in its change ({reason}), so that base and change "
-            f"are not the tuned source: {otherwise}{merge}"
-        )
+def check_whole(tuned: Tuned, otherwise: str, *, saved: bool = False, heads: bool = True) -> None:
+    """Refuses a tuned source that is more than base + τ, unless it is loaded as it was `saved`.
+
+    Without `heads` those may differ: nothing is asked of them.
+    """
+    for name, reason in ({} if saved else tuned.beside).items():
+        if heads or in_body(name):
+            merge = "" if tuned.adapter is None else ", or merge the adapter and give the full model"
+            raise TaskferryError(
+                f"{tuned.given} has also trained {name}, which is not in its change ({reason}), so that base and "
+                f"change are not the tuned source: {otherwise}{merge}"
+            )
 
 
 @torch.no_grad()

@@ -158,8 +158,8 @@ def _check_training(settings: TransferSettings, models: Opened, kind: str) -> No
             f"--refine-labels: the labels here are the tuned source's own ({models.prepared.labels}): give data with "
             "labels, or leave it out"
         )
-    if refinement.labels < 1 and lesson is not Likeness:  # features need no head
-        check_whole(models.tuned, "leave --refine out", saved=False)
+    if refinement.labels < 1:  # features need no head
+        check_whole(models.tuned, "leave --refine out", heads=lesson is not Likeness)
     if kind == "lora":
         peft_for("refine a LoRA")
 
