@@ -55,10 +55,10 @@ def shown(scores: list[float], costs: list[float] | None = None) -> str:
 
 
 def language_numbers(cells: dict[str, Any]) -> dict[str, str]:
-    """Right answers of both directions between the two smallest models, for the text of the findings."""
+    """Right answers between the two smallest models, for the text of the findings: both ways, and of topics."""
     found = {}
-    for prefix, pair in (("l", PAIR), ("r", PAIR[::-1])):
-        draws = language_places(cells)[" ".join(["trec", *pair])]
+    for prefix, task, pair in (("l", "trec", PAIR), ("r", "trec", PAIR[::-1]), ("a", "ag_news", PAIR)):
+        draws = language_places(cells)[" ".join([task, *pair])]
         found |= {f"{prefix}_{name}": f"{draws[0][name]:.1f}" for name in ("target", "oracle")}
         for name, way in zip(("bico", "default", "refined", "cold", "longer", "scratch"), LANGUAGE_ROWS, strict=True):
             scores, costs = of_draws(draws, way)
