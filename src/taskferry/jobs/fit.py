@@ -62,6 +62,7 @@ def fit_alignment(
 def plan_transfer(settings: PlanSettings, reporter: Reporter) -> Plan:
     """What moving would cost; nothing is written."""
     (method, own), refinement = settings.chosen(), settings.refinement
+    settings.check_start(method)
     if settings.device_memory is not None:
         job, precisions, prepared = without_weights(settings)
         plan = plan_sizes(job, method, own, precisions, settings.device_memory)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # imported on use: `--help` shows these settings and needs no
     from taskferry.training.refinement import Refinement
 
 DEFAULT_METHOD = "twofold"
-NOTHING = "--method {method} moves nothing, it is where a training begins: {next}"
 _PAIR = ("source_base", "source_tuned", "target_base", "calibration")
 _SHARED = ("map_rank", "tolerance")  # settings of the command that a method may have too
 
@@ -110,12 +109,11 @@ class RefineSettings(MethodSettings):
 
         return Refinement(steps=self.refine, seed=self.seed, **given)
 
-    def chosen(self) -> tuple[Method, dict[str, Any]]:
+    def check_start(self, method: Method, scale: Scale | str = "auto") -> None:
         """A method that moves nothing is a start of training alone."""
-        method, own = super().chosen()
-        if not method.needs.change and not self.refine:
-            raise TaskferryError(NOTHING.format(method=method.name, next="add --refine STEPS"))
-        return method, own
+        if not method.needs.change and (not self.refine or scale != "auto"):
+            wrong = "leave --scale out" if self.refine else "add --refine STEPS"
+            raise TaskferryError(f"--method {method.name} moves nothing, it is where a training begins: {wrong}")
 
 
 class PlanSettings(RefineSettings):

@@ -22,7 +22,7 @@ from taskferry.jobs.opening import Opened, cut_line, opened
 from taskferry.jobs.output import FORMS, dequantised, in_form, output_kind, packed, write_output
 from taskferry.jobs.plan import plan_job, refining
 from taskferry.jobs.record import Outcome, Reporter, make_record, summary
-from taskferry.jobs.settings import NOTHING, TransferSettings
+from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.spectrum import before_and_after, energy_moved
 from taskferry.jobs.timing import Timing
 from taskferry.jobs.verdict import Judged, verdict
@@ -42,8 +42,7 @@ def transfer(
     """Fit, move, choose the scale, write, load again and check. None for a dry run."""
     (method, own), refinement = settings.chosen(), settings.refinement
     method.refuse(settings.engine_name)
-    if not method.needs.change and settings.scale != "auto":
-        raise TaskferryError(NOTHING.format(method=method.name, next="leave --scale out"))
+    settings.check_start(method, settings.scale)
     check_free(settings.out)
     timing = Timing(reporter or Reporter())
     with opened(settings, timing, settings.out, dry_run=dry_run) as models:
