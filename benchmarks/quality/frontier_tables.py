@@ -225,10 +225,11 @@ def draw(cells: dict[str, Any], count: int) -> str:
     """Share against CPU-seconds at one number of samples."""
     curves = []
     for line in dict.fromkeys(way.line for way in WAYS.values() if way.line):
-        found = [(f.cpu, 100 * f.share) for name, way in WAYS.items() if way.line == line
+        found = [f for name, way in WAYS.items() if way.line == line
                  for f in [summed(cells, name, count)] if f is not None]  # fmt: skip
+        most = max((f.places for f in found), default=0)  # what was run on some of them alone is in the table
         if found:
-            x, y = zip(*found, strict=True)
+            x, y = zip(*((f.cpu, 100 * f.share) for f in found if f.places == most), strict=True)
             curves.append(Line(line, x, y, dashed="labels" in line))
     return lines(
         curves, x="CPU-seconds", y="% of the oracle's gain", logarithmic="x", level=(0.0, "target"), height=4.0
