@@ -69,9 +69,9 @@ def draws(count: int) -> str:
 def some_draws(found: frontier.Found) -> str:
     """Of each pair and task: not all need have as many."""
     least, more = divmod(found.cells, found.places)
-    return (
-        draws(least) if not more else f"{'one' if least == 1 else least} or {'two' if least == 1 else least + 1} draws"
-    )
+    if not more:
+        return draws(least)
+    return "one or two draws" if least == 1 else f"{least} or {least + 1} draws"
 
 
 def signed(points: float) -> str:

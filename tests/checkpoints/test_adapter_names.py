@@ -153,12 +153,13 @@ def test_a_resized_fine_tune_teaches_as_it_was_saved_or_not_at_all(world: Path, 
     model = transformers.AutoModelForCausalLM.from_pretrained(world / "llama")
     model.resize_token_embeddings(401)
     folders.save(model, tmp_path / "more")
-    tuned = load_tuned(str(tmp_path / "more"), load_model(str(world / "llama")))
-    check_whole(tuned, "give labels", saved=True)
+    base = load_model(str(world / "llama"))
+    tuned = load_tuned(str(tmp_path / "more"), base)
+    with teacher_model(base, tuned) as teacher:
+        assert teacher.get_input_embeddings().num_embeddings == 401
     with pytest.raises(TaskferryError, match="leave --refine out"):
         check_whole(tuned, "leave --refine out")
     torch.save(model.state_dict(), tmp_path / "more.pt")
-    base = load_model(str(world / "llama"))
     with (
         pytest.raises(TaskferryError, match="give labels"),
         teacher_model(base, load_tuned(str(tmp_path / "more.pt"), base)),

@@ -169,9 +169,10 @@ def load_tuned(given: str, base: Loaded) -> Tuned:
         )
     keep = shared - reshaped
     tau = TaskVector.between({n: before[n] for n in before if n in keep}, {n: after[n] for n in keep})
-    heads = [*tuned.extra.get("unexpected", ()), *sorted(set(after) - set(before)), *sorted(reshaped)]
+    unread = tuned.extra.get("unexpected", ())
+    heads = [*unread, *sorted(set(after) - set(before)), *sorted(reshaped)]
     ignored = dict.fromkeys(heads, "a task head that the base does not have in this form") | tokens
-    return Tuned(tau, None, ignored, given, frozenset(tuned.extra.get("unexpected", ())))
+    return Tuned(tau, None, ignored, given, frozenset(unread))
 
 
 def _stored(base: Loaded) -> nn.Module:
@@ -226,4 +227,4 @@ def _from_state(path: Path, base: nn.Module) -> Tuned:
 
 
 def _known(name: str, parameters: dict[str, nn.Parameter]) -> bool:
-    return name in parameters or any(p.endswith(f".{name}") or name.endswith(f".{p}") for p in parameters)
+    return name in parameters or any(alike(name, known) for known in parameters)

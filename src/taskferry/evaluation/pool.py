@@ -13,6 +13,7 @@ from taskferry.calibration.batch import Batch
 from taskferry.calibration.builders import evenly
 from taskferry.calibration.data import Samples
 from taskferry.checkpoints import Loaded
+from taskferry.fitting.language import longest_text
 from taskferry.fitting.preparation import one_sided
 
 
@@ -29,7 +30,8 @@ class Pool:
     """Labelled samples of one model."""
 
     def __init__(self, samples: Samples, loaded: Loaded, *, max_length: int = 128) -> None:
-        self.samples, self.loaded, self.max_length = samples, loaded, max_length
+        self.samples, self.loaded = samples, loaded
+        self.max_length = longest_text(max_length, loaded.model)
 
     def __len__(self) -> int:
         return len(self.samples)

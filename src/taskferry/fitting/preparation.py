@@ -208,7 +208,7 @@ def check_pairs(objective: str, labels: str = "auto") -> None:
 
 def one_sided(samples: Samples, loaded: Loaded, *, max_length: int, micro_batch: int) -> list[Batch]:
     """Samples as one model takes them: for scoring and training."""
-    lengths = {"max_length": longest_text(max_length, loaded.model), "micro_batch": micro_batch}
+    lengths = {"max_length": max_length, "micro_batch": micro_batch}
     if not is_language_model(loaded.model):
         return encoder_calibration(samples, loaded, None, **lengths).side(0)
     kind = language_kind(loaded, loaded)

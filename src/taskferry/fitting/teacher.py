@@ -29,7 +29,8 @@ def teacher_model(source: Loaded, tuned: Tuned | None) -> Iterator[torch.nn.Modu
     if tuned is None:
         raise TaskferryError("labels from the teacher need the tuned source: give --source-tuned")
     whole = tuned.adapter is None and Path(resolve(tuned.given)).is_dir()
-    check_whole(tuned, "give labels", saved=whole)
+    if not whole:
+        check_whole(tuned, "give labels")
     if whole and (tuned.ignored or source.absent):
         yield load_model(tuned.given, dtype=source.precision).model.to(device_of(source.model))
     else:
@@ -38,12 +39,9 @@ def teacher_model(source: Loaded, tuned: Tuned | None) -> Iterator[torch.nn.Modu
             yield source.model
 
 
-def check_whole(tuned: Tuned, otherwise: str, *, saved: bool = False, heads: bool = True) -> None:
-    """Refuses a tuned source that is more than base + τ, unless it is loaded as it was `saved`.
-
-    Without `heads` those may differ: nothing is asked of them.
-    """
-    for name, reason in ({} if saved else tuned.beside).items():
+def check_whole(tuned: Tuned, otherwise: str, *, heads: bool = True) -> None:
+    """Refuses a tuned source that is more than base + τ; without `heads` those may differ: nothing is asked of them."""
+    for name, reason in tuned.beside.items():
         if heads or in_body(name):
             merge = "" if tuned.adapter is None else ", or merge the adapter and give the full model"
             raise TaskferryError(

@@ -64,7 +64,7 @@ def apply_record(
     adapter = tuned if isinstance(tuned, Adapter) else tuned.adapter
     ignored = {**tuned.ignored, **more.get("not_in_the_lora", {})}
     verdict = applied(moved, settings.scale, energy_moved(tuned.tau, moved), ignored)
-    verdict["sentence"] += packed(moved, adapter) if output_kind(settings, adapter) == "lora" else ""
+    verdict["sentence"] += packed(output_kind(settings, adapter), moved, adapter)
     return make_record(
         command,
         settings,

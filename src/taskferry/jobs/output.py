@@ -62,9 +62,9 @@ def dequantised(kind: str, target: Loaded | LazyModel | Skeleton) -> str:
     return f" The target is stored in {stored}: the model is written dequantised, in {precision}."
 
 
-def packed(tau: TaskVector, adapter: Adapter | None) -> str:
+def packed(kind: str, tau: TaskVector, adapter: Adapter | None) -> str:
     """A sentence where a LoRA has a larger rank than it came with: side by side stand the factors of what is packed."""
-    if adapter is None:
+    if kind != "lora" or adapter is None:
         return ""
     came, left = (
         max((delta.rank for delta in each.deltas.values() if isinstance(delta, LowRank)), default=0)

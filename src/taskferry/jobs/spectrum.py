@@ -18,7 +18,7 @@ from taskferry.taskvector import Delta, LazyDeltas, LowRank, TaskVector
 
 SHOWN = 32  # leading values
 _OVERSAMPLED = 8  # more directions than are shown, for the accuracy of the last ones
-_SLICE = re.compile(r"#(?P<across>:,)?(?P<from>\d+):(?P<to>\d+)")
+_SLICE = re.compile(r"(?P<across>:,)?(?P<from>\d+):(?P<to>\d+)")
 _EXACT = 256  # up to this width all values are computed
 
 
@@ -33,16 +33,15 @@ def energy_moved(tau: TaskVector, moved: TaskVector) -> dict[str, Any]:
     if not total:
         return {}
     stayed: dict[str, dict[str, Delta]] = {}
-    left = () if moved.coverage is None else moved.coverage.unused
+    left: dict[str, list[str]] = {}
+    for part in () if moved.coverage is None else moved.coverage.unused:
+        name, inside, at = part.partition("#")
+        left.setdefault(name, []).extend([at] if inside else [])
     for name, delta in tau.deltas.items():
         if name not in taken:
             stayed.setdefault(_without_numbers(name), {})[name] = delta
-        elif len(delta.shape) == 3:  # some experts may have found no place
-            experts = {f"{name}#{i}": each for i, each in enumerate(_matrices(delta))}
-            own = {expert: each for expert, each in experts.items() if expert in left}
-            stayed.setdefault(_without_numbers(name), {}).update(own)
-        else:
-            own = {part: each for part in left if (each := _part(name, part, delta)) is not None}
+        else:  # some experts, or some rows of a packed matrix, may have found no place
+            own = {f"{name}#{at}": _part(delta, at) for at in left.get(name, ())}
             stayed.setdefault(_without_numbers(name), {}).update(own)
     shares = {where: TaskVector(deltas).norm() ** 2 / total for where, deltas in stayed.items() if deltas}
     return {
@@ -51,11 +50,11 @@ def energy_moved(tau: TaskVector, moved: TaskVector) -> dict[str, Any]:
     }
 
 
-def _part(name: str, part: str, delta: Delta) -> Delta | None:
-    """The outputs of a change that a slice of its parameter names, `weight#64:96` or `weight#:,64:96`."""
-    found = _SLICE.fullmatch(part.removeprefix(name)) if part.startswith(f"{name}#") else None
+def _part(delta: Delta, at: str) -> Delta:
+    """What an alignment calls `weight#3`, an expert, or `weight#64:96` and `weight#:,64:96`, outputs of a matrix."""
+    found = _SLICE.fullmatch(at)
     if found is None:
-        return None
+        return delta.expert(int(at)) if isinstance(delta, LowRank) else delta[int(at)]
     own = slice(int(found["from"]), int(found["to"]))
     if not isinstance(delta, LowRank):
         return delta[:, own] if found["across"] else delta[own]

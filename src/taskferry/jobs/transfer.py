@@ -127,7 +127,7 @@ def transfer(
         if not helps or not models.first:
             return Outcome(record, None)
         record["verdict"]["sentence"] += dequantised(kind, models.target)
-        record["verdict"]["sentence"] += packed(written, adapter) if kind == "lora" else ""
+        record["verdict"]["sentence"] += packed(kind, written, adapter)
         if moved_head is not None:
             record["verdict"]["sentence"] += told_of(moved_head)
         write_output(settings, kind, written, models.target, adapter, record, models.inputs, timing, drawn)
