@@ -58,7 +58,7 @@ LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": "all-li
 PROTOCOL = FineTuning(
     steps=120, batch=8, learning_rate=1e-3, weight_decay=0.0, warmup=10, validation=0.0, every=40, precision="float32"
 )
-STEPS = (10, 30, 100)
+STEPS = (10, 30, 100, 300)
 ORIGINS = {"": "labelled", "ends": "labelled, a LoRA that ends its answers", "teacher": "labelled by that tuned source",
            "generated": "written by the tuned source"}  # fmt: skip
 WAYS: dict[str, ways.Way] = {
