@@ -9,7 +9,7 @@ A cell is a pair of models, a task, a number of samples and a draw; its key is "
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,9 @@ WORST = -1.0  # points: what a way that chooses its scale may lose on a pair and
 MODELS = {model for pair in PAIRS for model in pair}
 ZOO, MORE, NEW = "zoo", "zoo, three more pairs", "zoo, new tasks and a new pair"
 TEXT, EXAMPLE = "real encoders of texts", "example, by the loss"
+
+CURVES = ["way", "pairs and tasks", "cells", "0 steps", *(f"{n} steps" for n in STEPS)]
+LINES = {line: {"bico": BESIDE, "twofold": STANDARD}.get(start, "") for line, start in {**STARTS, SCRATCH: ""}.items()}
 
 
 def group(key: str) -> str:
@@ -151,20 +154,21 @@ class Curve:
         return {0: "0 %"} | {n: f"{shown_share(point)} % ({point.cpu:.0f})" for n, point in self.points.items()}
 
 
-def refined(cells: dict[str, Any], count: int) -> list[Curve]:
+def refined(cells: dict[str, Any], count: int, starts: Mapping[str, str] = LINES) -> list[Curve]:
     """The curves of one number of samples, each over the cells that have the start and all of its steps.
 
-    Where only some cells have the most steps, they have a curve of their own behind that of all.
+    Where only some cells have the most steps, they have a curve of their own behind that of all. `starts`: of each line
+    the way that it starts from, if any.
     """
     some = {key: known for key, known in cells.items() if int(key.split()[3]) == count}
     found = []
-    for line, start in {**STARTS, SCRATCH: ""}.items():
+    for line, moved in starts.items():
         names = {
             n: name for n in STEPS if any((name := f"{line}, {n} steps") in known["ways"] for known in some.values())
         }
         if not names:
             continue
-        if moved := {"bico": BESIDE, "twofold": STANDARD}.get(start):
+        if moved:
             names = {0: moved, **names}
         curves: list[Curve] = []
         for most in sorted(names, reverse=True):
@@ -192,12 +196,16 @@ def refine_table(cells: dict[str, Any]) -> str:
         if kind == MORE:
             continue
         told = (kind, some) if kind != ZOO else ("zoo, all pairs", in_table(cells, ZOO, MORE))
-        for curve in refined(told[1], count):
-            shown, last = curve.shown(), curve.last
-            counts = [str(count), curve.line, str(last.places), str(last.cells)]
-            rows.append([told[0], *counts, *(shown.get(n, "") for n in (0, *STEPS))])
-    header = ["", "N", "way", "pairs and tasks", "cells", "0 steps", *(f"{n} steps" for n in STEPS)]
-    return common.table(header, rows)
+        rows += [[told[0], str(count), *row] for row in curve_rows(refined(told[1], count))]
+    return common.table(["", "N", *CURVES], rows)
+
+
+def curve_rows(curves: Iterable[Curve]) -> list[list[str]]:
+    """Under the header CURVES."""
+    return [
+        [curve.line, str(curve.last.places), str(curve.last.cells), *(curve.shown().get(n, "") for n in (0, *STEPS))]
+        for curve in curves
+    ]
 
 
 def draw_refined(cells: dict[str, Any], by: str) -> str:

@@ -32,7 +32,7 @@ from benchmarks.quality import language_models as real
 from benchmarks.shared import common
 from benchmarks.zoo import zoo_data
 from taskferry import TaskVector, load_model, load_tuned
-from taskferry.calibration.batch import Batch, Calibration
+from taskferry.calibration.batch import IGNORED, Batch, Calibration
 from taskferry.calibration.data import Samples
 from taskferry.checkpoints import Loaded, Tuned
 from taskferry.evaluation import Pool, evaluate
@@ -181,6 +181,31 @@ def asked(trial: Trial) -> Found:
         yield name, run("twofold", trial.job(trial.answered(others))).tau, 1.0
 
 
+def tokens(trial: Trial) -> Found:
+    """Which tokens of the two models meet: those that end at one character, those that predict an answer."""
+    for name, kept in (("tokens that end together", ends), ("only tokens that predict an answer", predicting)):
+        pairs = [(kept(A, 0), kept(B, 1)) for A, B in trial.plain.calibration]
+        job = trial.job(Calibration(pairs, trial.plain.calibration.tokenizers))
+        yield name, run("twofold", job).tau, 1.0
+
+
+def ends(batch: Batch, _: int) -> Batch:
+    """Every token stands for its last character alone."""
+    spans = batch.spans["tokens"].clone()
+    some = spans[..., 1] > spans[..., 0]
+    spans[..., 0][some] = spans[..., 1][some] - 1
+    return replace(batch, spans={"tokens": spans})
+
+
+def predicting(batch: Batch, side: int) -> Batch:
+    """No token meets another, but the answers' and the last of the prompts."""
+    answers = batch.inputs["labels"] != IGNORED
+    answers[:, :-1] |= answers[:, 1:].clone()
+    spans = ends(batch, side).spans["tokens"]
+    spans[~answers] = torch.tensor([0, 1]) + 10**6 * (side + 1)  # where no other token of either model stands
+    return replace(batch, spans={"tokens": spans})
+
+
 def prompts(trial: Trial) -> Found:
     """The tokens of the questions have a loss too: many more rows. The scale is chosen by the answers."""
     rows = [{"text": row["prompt"] + row["completion"]} for row in trial.samples.rows]
@@ -254,7 +279,8 @@ def thin_svd(change: LowRank) -> tuple[Tensor, Tensor, Tensor]:
 
 
 IDEAS: dict[str, Callable[[Trial], Found]] = {
-    each.__name__: each for each in (plain, default, asked, third, where, more, among, prompts, roles, parts, limits)
+    each.__name__: each
+    for each in (plain, default, asked, third, tokens, where, more, among, prompts, roles, parts, limits)
 }
 
 

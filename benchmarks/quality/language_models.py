@@ -191,6 +191,14 @@ def share(cell: dict[str, Any], score: float) -> float:
     return 100 * (score - cell["target"]) / gain if gain else float("nan")  # a quick one may learn nothing
 
 
+def curves(cells: dict[str, Any]) -> str:
+    """Share against steps, in the cells that have every number of them."""
+    some = {key: cell for key, cell in cells.items() if "+" not in key}
+    starts = {"refined, no move": "", "refined from the default": "the default", "LoRA from scratch, labels": ""}
+    found = [curve for curve in frontier.refined(some, 100, starts) if max(curve.points) == STEPS[-1]]
+    return common.table(frontier.CURVES, frontier.curve_rows(found)) + "\n\n" if found else ""
+
+
 def summary(cells: dict[str, Any]) -> str:
     """What each way recovers over all cells of a number of samples, and what it takes; shares as in `frontier.py`."""
     rows = []
@@ -242,7 +250,7 @@ def table(cells: dict[str, Any]) -> str:
     every = common.table(
         ["", "samples", "N", "way", "right answers", "loss", "share of the oracle's gain", "CPU-seconds"], rows
     )
-    return f"{summary(cells)}\n\n{every}"
+    return f"{summary(cells)}\n\n{curves(cells)}{every}"
 
 
 def main() -> None:
