@@ -164,7 +164,8 @@ def where(trial: Trial) -> Found:
 def third(trial: Trial) -> Found:
     """Once more halfway, by what the default moved: where the target's answers have the form already."""
     job, moved = trial.plain, trial.default
-    capture = Capture(sums=Whitened, directions=512, points=(BASE, Point(0.5 * job.tau, 0.5 * moved.tau)))
+    points = (BASE, Point(0.5 * job.tau, 0.5 * moved.tau))
+    capture = Capture(sums=Whitened, directions=512, tokens="answers", points=points)
     last = job.move(capture, job.maps())
     yield "a third capture, halfway by the default's move", last.tau, job.best_scale(last.judged).best
 
@@ -182,27 +183,20 @@ def asked(trial: Trial) -> Found:
 
 
 def tokens(trial: Trial) -> Found:
-    """Which tokens of the two models meet: those that end at one character, those that predict an answer."""
-    for name, kept in (("tokens that end together", ends), ("only tokens that predict an answer", predicting)):
-        pairs = [(kept(A, 0), kept(B, 1)) for A, B in trial.plain.calibration]
-        job = trial.job(Calibration(pairs, trial.plain.calibration.tokenizers))
-        yield name, run("twofold", job).tau, 1.0
+    """Which tokens of the two models meet: the default takes those that predict an answer."""
+    yield "all tokens", run("twofold", trial.plain, tokens="all").tau, 1.0
+    pairs = [(near(A, 0), near(B, 1)) for A, B in trial.plain.calibration]
+    job = trial.job(Calibration(pairs, trial.plain.calibration.tokenizers))
+    yield "the answer and four tokens in front of it", run("twofold", job, tokens="all").tau, 1.0
 
 
-def ends(batch: Batch, _: int) -> Batch:
-    """Every token stands for its last character alone."""
-    spans = batch.spans["tokens"].clone()
-    some = spans[..., 1] > spans[..., 0]
-    spans[..., 0][some] = spans[..., 1][some] - 1
-    return replace(batch, spans={"tokens": spans})
-
-
-def predicting(batch: Batch, side: int) -> Batch:
+def near(batch: Batch, side: int, before: int = 4) -> Batch:
     """No token meets another, but the answers' and the last of the prompts."""
-    answers = batch.inputs["labels"] != IGNORED
-    answers[:, :-1] |= answers[:, 1:].clone()
-    spans = ends(batch, side).spans["tokens"]
-    spans[~answers] = torch.tensor([0, 1]) + 10**6 * (side + 1)  # where no other token of either model stands
+    kept = batch.inputs["labels"] != IGNORED
+    for _ in range(before):
+        kept[:, :-1] |= kept[:, 1:].clone()
+    spans = batch.spans["tokens"].clone()
+    spans[~kept] = torch.tensor([0, 1]) + 10**6 * (side + 1)  # where no other token of either model stands
     return replace(batch, spans={"tokens": spans})
 
 

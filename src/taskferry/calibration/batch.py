@@ -49,6 +49,22 @@ class Batch:
         texts = [tensor.numel() for name, tensor in self.inputs.items() if name in TEXTS]
         return max(texts) if texts and set(self.inputs) <= {*TEXTS, *BESIDE} else None
 
+    @property
+    def answering(self) -> Tensor | None:
+        """[n, L] the tokens of a prompt with its answer that predict a token of the answer; None for anything else."""
+        ids, labels = self.inputs.get("input_ids"), self.inputs.get("labels")
+        if ids is None or labels is None or ids.shape != labels.shape:
+            return None
+        counted = labels != IGNORED
+        if not torch.equal(labels[counted], ids[counted]):
+            return None  # of a decoder, which reads them apart
+        mask = self.inputs.get("attention_mask")
+        read = torch.ones_like(counted) if mask is None else mask != 0
+        asked = (read & (counted.cumsum(1) == 0)).sum(1)
+        if int(asked.max()) < 2:  # a mark of the beginning is no prompt
+            return None
+        return torch.cat([counted[:, 1:], torch.zeros_like(counted[:, :1])], 1) & read
+
     def take(self, indices: Sequence[int]) -> Batch:
         """Some of the samples, in the order given."""
         chosen = torch.tensor(list(indices))
@@ -113,14 +129,18 @@ class Calibration:
         """Number of samples."""
         return sum(len(A) for A, _ in self.pairs)
 
-    def tokens(self, folds: int = 1) -> int | None:
-        """The most rows that a layer sees of all samples, or of the largest fold; None where inputs do not tell."""
+    def tokens(self, folds: int = 1, answers: bool = False) -> int | None:
+        """The most rows that a layer sees of all samples, or of the largest fold; None where inputs do not tell.
+
+        `answers`: of a prompt with its answer only the tokens that predict the answer.
+        """
         totals: dict[int, int] = {}
         for A, B in self.pairs:
             if A.tokens is None or B.tokens is None:
                 return None
             fold = A.fold if folds > 1 else 0
-            totals[fold] = totals.get(fold, 0) + max(A.tokens, B.tokens)
+            paired = [None if (some := each.answering) is None or not answers else int(some.sum()) for each in (A, B)]
+            totals[fold] = totals.get(fold, 0) + max(paired[0] or A.tokens, paired[1] or B.tokens)
         return max(totals.values(), default=0)
 
     def filled(self, length: int) -> int:

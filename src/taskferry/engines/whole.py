@@ -183,7 +183,7 @@ class WholePair(ModelPair):
     def sums_bytes(self, pairs: Sequence[Pair], capture: Capture) -> int:
         """Of their sums, at most."""
         widest = max((p.element_size() for model in (self.source, self.target) for p in model.parameters()), default=4)
-        rows = self.calibration.tokens(capture.folds)
+        rows = self.calibration.tokens(capture.folds, capture.tokens == "answers")
         return (8 if self.exact else max(4, widest)) * sum(capture.numbers(pair, rows) for pair in pairs)
 
     def _capture(

@@ -139,8 +139,8 @@ class MicroBatch(Generic[S]):
         self.shared: dict[tuple[int, int], str] = {}
         self.matches: dict[tuple[str, str, int, int], TokenMatch] = {}
         # Of the batches as they were given, which is on the host: tokens are matched there.
-        self.layouts_A = source.family.layouts(source.model, batch_A)
-        self.layouts_B = target.family.layouts(target.model, batch_B)
+        self.layouts_A = _met(source.family.layouts(source.model, batch_A), batch_A, capture)
+        self.layouts_B = _met(target.family.layouts(target.model, batch_B), batch_B, capture)
 
     def run(self) -> None:
         """Both passes."""
@@ -296,6 +296,14 @@ class MicroBatch(Generic[S]):
             layout_B = self.layouts_B.get(pair.target.stream, Layout())
             self.matches[key] = match(layout_A, layout_B, length_A, length_B)
         return self.matches[key]
+
+
+def _met(layouts: dict[str, Layout], batch: Batch, capture: Capture) -> dict[str, Layout]:
+    """Which tokens meet those of the other model; of a prompt with its answer, perhaps only those that predict it."""
+    answering = batch.answering if capture.tokens == "answers" else None
+    if answering is None:
+        return layouts
+    return {stream: layout.predicting(answering) for stream, layout in layouts.items()}
 
 
 def _look_at_one(side: Side, sites: Sequence[Site], batches: Sequence[Batch]) -> None:

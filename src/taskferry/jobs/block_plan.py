@@ -14,6 +14,7 @@ from taskferry.jobs.cost import (
     apply_cost,
     map_bytes,
     resident,
+    rows_met,
     size,
     sums_bytes,
     workspace_bytes,
@@ -39,7 +40,8 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], cost: Cost) -> Plan:
     groups: dict[object, list[Pair]] = {}
     for each in pairs:
         groups.setdefault((each.target.stack, each.target.block), []).append(each)
-    rows = tokens * max(1, cost.captures)
+    met = rows_met(calibration, cost.tokens)
+    rows = met * max(1, cost.captures)
     maps = {block: map_shapes(some) for block, some in groups.items()}
     every = [shape for inputs, outputs in maps.values() for shape in (*inputs, *outputs)]
     largest = max(
@@ -85,8 +87,8 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], cost: Cost) -> Plan:
     walks = cost.folds * cost.evaluations / ROUND  # weights with a change added are those of one fold
     stages = {
         "forward": cost.captures * (2 * sum(stored) / READING + 3 * sum(flops) / speed),
-        "capture": cost.captures * sum(tokens * a * b for a, b in every) / machine.product,
-        "solve": sum(machine.solving_seconds(cost, tokens, *shape) for shape in every),
+        "capture": cost.captures * sum(met * a * b for a, b in every) / machine.product,
+        "solve": sum(machine.solving_seconds(cost, met, *shape) for shape in every),
         "apply": (cost.rough + cost.versions)
         * sum(apply_cost(p.source.shape, p.target.shape) for p in pairs)
         / machine.product,

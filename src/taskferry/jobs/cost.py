@@ -7,7 +7,8 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from taskferry.calibration.batch import Batch
+from taskferry.calibration.batch import Batch, Calibration
+from taskferry.fitting.statistics import Tokens
 from taskferry.maths.subspace import is_wide
 from taskferry.maths.sums import CrossCovariance
 
@@ -99,6 +100,16 @@ def size(batch: Batch) -> int:
     """What a pass costs in proportion to: tokens with their padding, or samples of one size."""
     ids = batch.inputs.get("input_ids")
     return len(batch) if ids is None else ids.numel()
+
+
+def rows_met(calibration: Calibration, tokens: Tokens) -> int:
+    """Rows of the target that a map sees at most: of all tokens, or of those that predict an answer."""
+    total = 0
+    for _, B in calibration:
+        answering = B.answering if tokens == "answers" else None
+        mask = B.inputs.get("attention_mask") if answering is None else answering
+        total += size(B) if mask is None else int(mask.sum())
+    return total
 
 
 def resident() -> int:

@@ -21,7 +21,7 @@ from taskferry.fitting.rehearsal import Rehearsal, on_meta, rehearse
 from taskferry.fitting.scale import ROUND, START
 from taskferry.fitting.statistics import Capture
 from taskferry.jobs.block_plan import map_shapes
-from taskferry.jobs.cost import as_rows, map_bytes, map_rank, size, sums_bytes, workspace_bytes
+from taskferry.jobs.cost import as_rows, map_bytes, map_rank, rows_met, size, sums_bytes, workspace_bytes
 from taskferry.maths.sums import CrossCovariance
 from taskferry.methods import Cost, Job
 from taskferry.sites.discovery import block_paths
@@ -96,17 +96,12 @@ class _Sizes:
         paths = self.paths[0][places[0]], self.paths[1][places[1]]  # type: ignore[index]
         batches = max(self.job.calibration, key=lambda both: size(both[1]))
         mine = [p for p in self.one if p.source.block == first.source.block]
-        return rehearse(self.models, paths, mine, batches, Capture(sums=self.cost.sums))
+        return rehearse(self.models, paths, mine, batches, Capture(sums=self.cost.sums, tokens=self.cost.tokens))
 
     @cached_property
     def seen(self) -> int:
         """Tokens that both models have, of all captures."""
-        masks = [B.inputs.get("attention_mask") for _, B in self.job.calibration]
-        rows = sum(
-            size(B) if mask is None else int(mask.sum())
-            for mask, (_, B) in zip(masks, self.job.calibration, strict=True)
-        )
-        return rows * max(1, self.cost.captures)
+        return rows_met(self.job.calibration, self.cost.tokens) * max(1, self.cost.captures)
 
     def kinds(self, pairs: Iterable[Pair]) -> Kinds:
         """Of every map of some pairs: its kind of sums, and its widths."""

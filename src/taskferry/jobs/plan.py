@@ -149,7 +149,7 @@ def plan_whole(pair: WholePair, pairs: list[Pair], cost: Cost, trained: _Trained
     """From sizes, a trial and a second of measurement."""
     source, target = pair.source, pair.target
     machine = Machine.of(str(device_of(target)))
-    trial = _trial(source, target, pairs, pair.calibration)
+    trial = _trial(source, target, pairs, pair.calibration, Capture(tokens=cost.tokens))
     now = resident()  # with all that libraries load when they are first used
     sides = (CrossCovariance, trial.statistics.inputs), (cost.sums, trial.statistics.outputs)
     sums = [(kind, round(S.rows * trial.whole), S.d_A, S.d_B) for kind, some in sides for S in some.values()]
@@ -158,7 +158,9 @@ def plan_whole(pair: WholePair, pairs: list[Pair], cost: Cost, trained: _Trained
     seen = max(1, cost.captures)
     held = sum(sums_bytes(kind, seen * rows, a, b, cost.folds) for kind, rows, a, b in sums)
     memory = pair.work.sums_memory
-    capture = Capture(sums=cost.sums, folds=cost.folds, judged=cost.judged, points=(BASE,) * (1 + cost.rough))
+    capture = Capture(
+        sums=cost.sums, tokens=cost.tokens, folds=cost.folds, judged=cost.judged, points=(BASE,) * (1 + cost.rough)
+    )
     one, groups = pair.sums_bytes(pairs, capture), len(pair.groups(pairs, capture))
     # Sums of one group stay for the second capture; those of several are made again.
     again = 1.5 if groups > 1 and cost.rough else 1.0
@@ -214,7 +216,9 @@ def _training_memory(trial: _Trial, trained: _Trained | None) -> int:
     return int(trial.graph[1] / trial.samples * trained.size + 6 * 4 * trained.numbers)
 
 
-def _trial(source: nn.Module, target: nn.Module, pairs: list[Pair], calibration: Calibration) -> _Trial:
+def _trial(
+    source: nn.Module, target: nn.Module, pairs: list[Pair], calibration: Calibration, capture: Capture
+) -> _Trial:
     first_A, first_B = max(calibration, key=lambda both: size(both[1]))  # memory is that of the largest
     sizes = [size(B) for _, B in calibration]
     objective = ForwardOnly()
@@ -228,7 +232,7 @@ def _trial(source: nn.Module, target: nn.Module, pairs: list[Pair], calibration:
             loss = objective.bind(model, [some[i]])
             sides.append(Side(model, _counting(model, loss, found, i)))
         started = time.perf_counter()
-        collect(found.statistics, sides[0], sides[1], pairs, Calibration([some]))
+        collect(found.statistics, sides[0], sides[1], pairs, Calibration([some]), capture)
         found.seconds = time.perf_counter() - started
         return found
 

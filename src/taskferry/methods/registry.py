@@ -28,7 +28,7 @@ from taskferry.errors import TaskferryError
 from taskferry.fitting.defaults import AnyObjective
 from taskferry.fitting.scale import LARGEST, ROUNDS, START, ScaleCurve, choose_scale
 from taskferry.fitting.solve import MapOptions
-from taskferry.fitting.statistics import Capture
+from taskferry.fitting.statistics import Capture, Tokens
 from taskferry.maths.sums import CrossCovariance
 from taskferry.sites import family_of
 from taskferry.sites.family import HEAD
@@ -200,6 +200,7 @@ class Cost:
     rough: int = 0  # plain maps of one capture that are solved on the way
     sums: type[CrossCovariance] = CrossCovariance  # of the output side
     directions: int = 0  # the most that a map of wide spaces has; 0: as many as there are
+    tokens: Tokens = "all"  # whose rows make the maps
     training: float = 0  # passes of the target over all samples, with the gradients of its weights
 
     @property

@@ -1,7 +1,8 @@
 """BiCo from two points: maps fitted on the base models and on both models halfway, over whitened gradients.
 
 What it adds to the paper, each measured alone and together (docs/results.md): gradient rows of one length, whitened;
-augmented views of images, which the tuned source labels; a second capture where both models have gone half of the way.
+augmented views of images, which the tuned source labels; a second capture where both models have gone half of the way;
+of prompts with answers only the tokens that predict the answer.
 A patch embedding stays as it is. Nothing is trained: the one number that is chosen is a scale. Without a task vector
 (to fit maps for any) only what needs none is left: the first capture.
 """
@@ -19,7 +20,7 @@ from taskferry.coverage import Coverage
 from taskferry.errors import TaskferryError
 from taskferry.fitting.objectives import Classifier
 from taskferry.fitting.scale import EVALUATIONS, ROUNDS, START
-from taskferry.fitting.statistics import BASE, Capture, Point
+from taskferry.fitting.statistics import BASE, Capture, Point, Tokens
 from taskferry.maths.whitening import UnitRows, Whitened
 from taskferry.methods import FOLDS, Cost, Job, MapRank, Moved, Needs, Shown, TableRow, Tolerance, method
 from taskferry.taskvector import TaskVector
@@ -35,16 +36,18 @@ ROWS = (
 )
 
 
-def costs(job: Job, *, halfway: float, views: int, whiten: bool, directions: int, **_: Any) -> Cost:
+def costs(job: Job, *, halfway: float, views: int, whiten: bool, directions: int, tokens: Tokens, **_: Any) -> Cost:
     """Captures grow with the augmented views; whitening decomposes about as much again as the maps do."""
     solves, sums = 2 if whiten else 1, Whitened if whiten else UnitRows
     if not len(job.tau):
-        return Cost(1, solves, sums=sums, directions=directions)
+        return Cost(1, solves, sums=sums, directions=directions, tokens=tokens)
     inputs = 1 if naming_head(job) is None else 1 + views
     captures = 1 + (halfway > 0)
     looked_at = (len(START) - 1 if halfway else 0) + EVALUATIONS  # the untouched target once
     judged = job.judged
-    return Cost(captures * inputs, solves, looked_at * judged / FOLDS, FOLDS, judged, captures - 1, sums, directions)
+    return Cost(
+        captures * inputs, solves, looked_at * judged / FOLDS, FOLDS, judged, captures - 1, sums, directions, tokens
+    )
 
 
 @method(
@@ -62,6 +65,7 @@ def twofold(
     whiten: Annotated[bool, "whiten the gradients, so that every direction counts alike"] = True,
     views: Annotated[int, "augmented views of each image, which the tuned source labels"] = 0,
     patches: Annotated[bool, "move a patch embedding too"] = False,
+    tokens: Annotated[Tokens, "of prompts with answers: whose rows make the maps"] = "answers",
     directions: Annotated[int, "strongest directions that maps of more than twice as wide layers keep; 0: all"] = 512,
     map_rank: MapRank = "range",
     tolerance: Tolerance = DEFAULT_TOLERANCE,
@@ -79,7 +83,8 @@ def twofold(
     if any(name in left_out for name in job.tau.deltas):
         tau = TaskVector({name: delta for name, delta in job.tau.deltas.items() if name not in left_out})
         job = replace(job, tau=tau)
-    maps, capture = job.maps(map_rank, tolerance), Capture(sums=Whitened if whiten else UnitRows, directions=directions)
+    maps = job.maps(map_rank, tolerance)
+    capture = Capture(sums=Whitened if whiten else UnitRows, directions=directions, tokens=tokens)
     if not len(job.tau):
         return replace(job.move(capture, maps, "base", sites), notes={"without a task vector": ALONE})
 
