@@ -47,8 +47,24 @@ def test_it_finds_what_a_fine_grid_finds(shape: str, m: float, a: float) -> None
     assert loss(curve.best) == min(loss(x) for x in calls)
 
 
+@pytest.mark.parametrize("m", [0.05, 0.08, 0.12, 0.16])
+@pytest.mark.parametrize("rounds", [2, 0])
+def test_a_valley_next_to_zero_is_found(m: float, rounds: int) -> None:
+    """As between a narrow and a wide language model: the first scales are all many times too large."""
+    asked: list[float] = []
+
+    def loss(x: float) -> float:
+        asked.append(x)
+        return 8.0 - 6.0 * math.exp(-(math.log(max(x, 1e-9) / m) ** 2))
+
+    curve = choose_scale(lambda scales: [loss(x) for x in scales], rounds=rounds)
+    assert curve.helps
+    assert len(asked) == len(set(asked)) <= 20
+    assert 1 / (1.25 if rounds else 2) <= curve.best / m <= (1.25 if rounds else 2)
+
+
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.one_of(st.floats(-10, 10), st.just(math.nan), st.just(math.inf)), min_size=11, max_size=11))
+@given(st.lists(st.one_of(st.floats(-10, 10), st.just(math.nan), st.just(math.inf)), min_size=20, max_size=20))
 def test_it_never_ends_worse_than_it_began(values: list[float]) -> None:
     """Whatever the losses are: the best of those that were seen, and scale 0 where none is below its own."""
     at = dict(zip((0.0, 0.5, 1.0, 2.0, 4.0), values, strict=False))

@@ -25,6 +25,7 @@ from taskferry.taskvector import LowRank, TaskVector, as_dense, to_device
 
 LARGEST = 4.0
 START = (0.0, 0.5, 1.0, 2.0)  # the largest as well, where the loss still falls there
+SMALLEST = 1 / 32  # a lowest scale that is larger, and next to 0, is cut further
 ROUNDS = 2  # after the first
 DIGITS = 2  # of a scale: what lies beyond is rounding of the loss, and differs from one engine to the other
 ROUND = len(START) + 1  # the most scales of one round
@@ -68,6 +69,7 @@ def choose_scale(
     Where a loss takes a walk over weights on disk, a round is one walk. The first round finds the valley, with the
     largest scale where the loss still falls at its end (`together`: in any case, where a walk costs more); each of the
     next cuts both sides of the valley in halves, and takes the vertex of the parabola through its three points as well.
+    Where it lies next to 0 there are more of them: a change of narrow layers may be many times too long for wide ones.
     """
     known: dict[float, float] = {}
 
@@ -75,18 +77,24 @@ def choose_scale(
         for scale, value in zip(scales, losses(scales), strict=True):
             known[scale] = value if value == value else float("inf")  # a model that breaks is no minimum
 
+    def valley() -> tuple[float, float, float]:
+        """The lowest, between its neighbours."""
+        scales = sorted(known)
+        middle = min(range(len(scales)), key=lambda i: known[scales[i]])
+        return scales[max(middle - 1, 0)], scales[middle], scales[min(middle + 1, len(scales) - 1)]
+
     evaluate(
         [*(scale for scale in START if scale <= largest), *([largest] if together and largest > START[-1] else [])]
     )
     if min(known, key=lambda scale: known[scale]) == max(known) < largest:
         evaluate([largest])
     for _ in range(rounds):
-        scales = sorted(known)
-        middle = min(range(len(scales)), key=lambda i: known[scales[i]])
-        left, right = scales[max(middle - 1, 0)], scales[min(middle + 1, len(scales) - 1)]
+        left, middle, right = valley()
         if right - left < 0.02:
             break
-        evaluate(_inside(left, scales[middle], right, known))
+        evaluate(_inside(left, middle, right, known))
+    while (at := valley())[0] == 0.0 < SMALLEST < at[1]:
+        evaluate(_inside(*at, known) if rounds else [at[1] / 2])
     best = min(known, key=lambda scale: (known[scale], scale))
     if not known[best] < known[0.0]:
         best = 0.0
