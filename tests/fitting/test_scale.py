@@ -48,8 +48,7 @@ def test_it_finds_what_a_fine_grid_finds(shape: str, m: float, a: float) -> None
 
 
 @pytest.mark.parametrize("m", [0.05, 0.08, 0.12, 0.16])
-@pytest.mark.parametrize("rounds", [2, 0])
-def test_a_valley_next_to_zero_is_found(m: float, rounds: int) -> None:
+def test_a_valley_next_to_zero_is_found(m: float) -> None:
     """As between a narrow and a wide language model: the first scales are all many times too large."""
     asked: list[float] = []
 
@@ -57,10 +56,10 @@ def test_a_valley_next_to_zero_is_found(m: float, rounds: int) -> None:
         asked.append(x)
         return 8.0 - 6.0 * math.exp(-(math.log(max(x, 1e-9) / m) ** 2))
 
-    curve = choose_scale(lambda scales: [loss(x) for x in scales], rounds=rounds)
+    curve = choose_scale(lambda scales: [loss(x) for x in scales])
     assert curve.helps
     assert len(asked) == len(set(asked)) <= 20
-    assert 1 / (1.25 if rounds else 2) <= curve.best / m <= (1.25 if rounds else 2)
+    assert 0.8 <= curve.best / m <= 1.25
 
 
 @settings(max_examples=200, deadline=None)

@@ -93,8 +93,8 @@ def choose_scale(
         if right - left < 0.02:
             break
         evaluate(_inside(left, middle, right, known))
-    while (at := valley())[0] == 0.0 < SMALLEST < at[1]:
-        evaluate(_inside(*at, known) if rounds else [at[1] / 2])
+    while rounds and (at := valley())[0] == 0.0 < SMALLEST < at[1]:
+        evaluate(_inside(*at, known))
     best = min(known, key=lambda scale: (known[scale], scale))
     if not known[best] < known[0.0]:
         best = 0.0
