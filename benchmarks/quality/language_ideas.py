@@ -165,7 +165,7 @@ def third(trial: Trial) -> Found:
     """Once more halfway, by what the default moved: where the target's answers have the form already."""
     job, moved = trial.plain, trial.default
     points = (BASE, Point(0.5 * job.tau, 0.5 * moved.tau))
-    capture = Capture(sums=Whitened, directions=512, tokens="read", points=points)
+    capture = Capture(sums=Whitened, directions=512, tokens="answers", points=points)
     last = job.move(capture, job.maps())
     yield "a third capture, halfway by the default's move", last.tau, job.best_scale(last.judged).best
 

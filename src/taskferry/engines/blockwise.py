@@ -45,7 +45,6 @@ from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Loss, Side
 from taskferry.fitting.models import frozen, narrow
 from taskferry.fitting.objectives import ForwardOnly, Objective
-from taskferry.fitting.reading import reads_of
 from taskferry.sites.site import Site
 
 
@@ -86,8 +85,6 @@ class BlockwiseModel:
         self.entries: dict[int, list[Tensor]] = {}  # stack -> gradients at its first block's input
         self.kept: set[int] = set()  # blocks whose output gradient is on disk
         self.loss = 0.0
-        self.reads: dict[str, int] = {}  # the tokens that the loss reads, where that is not all of them
-        self._stream = next((s.stream for s in sites if s.weight.startswith(f"{self.blocks[-1]}.")), "")
         self._arrived = False  # whether the loss is known, and the edges are gradients
         self._bound: Loss = self._unbound
         self._current = 0
@@ -114,7 +111,7 @@ class BlockwiseModel:
             edge = self._stored(f"gradient-{j}", k) if j in self.kept else self.edges[k]
             return (output * edge).sum() if self._arrived else output.sum()
 
-        return Side(self.model, loss, whole=True, reads=self.reads)
+        return Side(self.model, loss, whole=True)
 
     def outside(self) -> Side:
         """What stands before, between and after the blocks, with the gradients that have come through them."""
@@ -263,7 +260,6 @@ class BlockwiseModel:
                     if gradient is None:
                         raise TaskferryError(f"the loss of {self.lazy.given} does not depend on its last block")
                     self.edges[k] = gradient
-                    self.reads = reads_of(self.model, batch, gradient, self._stream) if k == 0 else self.reads
         self._arrived = backward
 
     @contextmanager

@@ -82,7 +82,7 @@ class RankedPair(WholePair):
 
     def shard(self) -> None:
         """From now on this rank holds its part of the weights of every block."""
-        _ = self._hashes, self._bound, self.reads  # of the whole models
+        _ = self._hashes, self._bound  # of the whole models
         self._whole = shard_blocks(self.source), shard_blocks(self.target)
 
     def applied(self, alignment: Alignment, tau: TaskVector) -> TaskVector:

@@ -29,7 +29,6 @@ from taskferry.fitting.language import predicted
 from taskferry.fitting.models import frozen, place_of
 from taskferry.fitting.objectives import Classifier, ForwardOnly, LanguageModel, teacher_labels
 from taskferry.fitting.progress import Progress, Steps
-from taskferry.fitting.reading import tokens_read
 from taskferry.fitting.routing import Meeting, match_experts
 from taskferry.fitting.scale import losses_at, moved_by
 from taskferry.fitting.solve import Finished, GroupSums, MapOptions, Solved, Step, solve_group
@@ -184,7 +183,7 @@ class WholePair(ModelPair):
     def sums_bytes(self, pairs: Sequence[Pair], capture: Capture) -> int:
         """Of their sums, at most."""
         widest = max((p.element_size() for model in (self.source, self.target) for p in model.parameters()), default=4)
-        rows = self.calibration.tokens(capture.folds, capture.tokens == "read")
+        rows = self.calibration.tokens(capture.folds, capture.tokens == "answers")
         return (8 if self.exact else max(4, widest)) * sum(capture.numbers(pair, rows) for pair in pairs)
 
     def _capture(
@@ -221,21 +220,7 @@ class WholePair(ModelPair):
 
     def _sides(self, capture: Capture) -> tuple[Side, Side]:
         losses = self._bound if capture.backward or callable(self.objective) else self._forward_only
-        reads = self.reads if capture.backward and capture.tokens == "read" else ({}, {})
-        first, second = (
-            Side(model, losses[side], self.whole(side), reads=reads[side])
-            for side, model in enumerate((self.source, self.target))
-        )
-        return first, second
-
-    @cached_property
-    def reads(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """The tokens that the losses of source and target read, where that is not all of them."""
-        A, B = self.calibration.pairs[0]
-        return (
-            tokens_read(Side(self.source, self._bound[0]), self.source_sites, A),
-            tokens_read(Side(self.target, self._bound[1]), self.target_sites, B),
-        )
+        return Side(self.source, losses[0], self.whole(0)), Side(self.target, losses[1], self.whole(1))
 
     @cached_property
     def _bound(self) -> tuple[Loss, Loss]:

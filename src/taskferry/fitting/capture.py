@@ -46,7 +46,6 @@ class Side:
         default_factory=dict
     )  # site -> whether it works on [L, n, d], as far as it was seen
     whole: bool = False  # whether its loss knows micro-batches by their number
-    reads: Mapping[str, int] = field(default_factory=dict)  # by stream: the tokens that its loss reads alone
 
     @property
     def cut(self) -> bool:
@@ -295,18 +294,13 @@ class MicroBatch(Generic[S]):
         if key not in self.matches:
             layout_A = self.layouts_A.get(pair.source.stream, Layout())
             layout_B = self.layouts_B.get(pair.target.stream, Layout())
-            if self.capture.tokens == "read":
-                a, b = self.source.reads.get(pair.source.stream, 0), self.target.reads.get(pair.target.stream, 0)
-                if a * b > 0:  # both read the first tokens, or both the last
-                    count = min(a, b, key=abs)
-                    layout_A, layout_B = layout_A.reading(count), layout_B.reading(count)
             self.matches[key] = match(layout_A, layout_B, length_A, length_B)
         return self.matches[key]
 
 
 def _met(layouts: dict[str, Layout], batch: Batch, capture: Capture) -> dict[str, Layout]:
     """Which tokens meet those of the other model; of a prompt with its answer, perhaps only those that predict it."""
-    answering = batch.answering if capture.tokens == "read" else None
+    answering = batch.answering if capture.tokens == "answers" else None
     if answering is None:
         return layouts
     return {stream: layout.predicting(answering) for stream, layout in layouts.items()}

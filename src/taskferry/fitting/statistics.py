@@ -20,7 +20,7 @@ from taskferry.sites.pairing import Pair
 from taskferry.taskvector import LowRank, TaskVector
 
 Signal = Literal["activations", "gradients"]
-Tokens = Literal["read", "all"]
+Tokens = Literal["answers", "all"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Capture:
     outputs: Signal = "gradients"  # the gradient with respect to y, or y
     sums: type[CrossCovariance] = CrossCovariance  # of the output side
     directions: int = 0  # the most that a map of wide spaces has; 0: as many as there are
-    tokens: Tokens = "all"  # or those that the losses read: that predict an answer, or the class token
+    tokens: Tokens = "all"  # or those that predict an answer, where samples are prompts with answers
     points: tuple[Point, ...] = (BASE,)
     identity: Literal["inputs", "outputs"] | None = None  # a side whose coordinates stay as they are
     again: bool = False  # whether another capture will add a point to this one: its sums stay where they fit

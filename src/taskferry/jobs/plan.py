@@ -149,7 +149,7 @@ def plan_whole(pair: WholePair, pairs: list[Pair], cost: Cost, trained: _Trained
     """From sizes, a trial and a second of measurement."""
     source, target = pair.source, pair.target
     machine = Machine.of(str(device_of(target)))
-    trial = _trial(pair, pairs, Capture(tokens=cost.tokens))
+    trial = _trial(source, target, pairs, pair.calibration, Capture(tokens=cost.tokens))
     now = resident()  # with all that libraries load when they are first used
     sides = (CrossCovariance, trial.statistics.inputs), (cost.sums, trial.statistics.outputs)
     sums = [(kind, round(S.rows * trial.whole), S.d_A, S.d_B) for kind, some in sides for S in some.values()]
@@ -216,21 +216,21 @@ def _training_memory(trial: _Trial, trained: _Trained | None) -> int:
     return int(trial.graph[1] / trial.samples * trained.size + 6 * 4 * trained.numbers)
 
 
-def _trial(pair: WholePair, pairs: list[Pair], capture: Capture) -> _Trial:
-    calibration = pair.calibration
+def _trial(
+    source: nn.Module, target: nn.Module, pairs: list[Pair], calibration: Calibration, capture: Capture
+) -> _Trial:
     first_A, first_B = max(calibration, key=lambda both: size(both[1]))  # memory is that of the largest
     sizes = [size(B) for _, B in calibration]
     objective = ForwardOnly()
-    reads = pair.reads if capture.tokens == "read" else ({}, {})
 
     def run(count: int) -> _Trial:
         some = (first_A.take(range(count)), first_B.take(range(count)))
         share, whole = size(first_B) / size(some[1]), sum(sizes) / size(some[1])
         found = _Trial(Statistics(), 0.0, share, whole, count)
         sides = []
-        for i, model in enumerate((pair.source, pair.target)):
+        for i, model in enumerate((source, target)):
             loss = objective.bind(model, [some[i]])
-            sides.append(Side(model, _counting(model, loss, found, i), reads=reads[i]))
+            sides.append(Side(model, _counting(model, loss, found, i)))
         started = time.perf_counter()
         collect(found.statistics, sides[0], sides[1], pairs, Calibration([some]), capture)
         found.seconds = time.perf_counter() - started

@@ -2,7 +2,7 @@
 
 What it adds to the paper, each measured alone and together (docs/results.md): gradient rows of one length, whitened;
 augmented views of images, which the tuned source labels; a second capture where both models have gone half of the way;
-only the tokens that the loss reads, where it does not read all: those that predict an answer, or the class token.
+of prompts with answers only the tokens that predict the answer.
 A patch embedding stays as it is. Nothing is trained: the one number that is chosen is a scale. Without a task vector
 (to fit maps for any) only what needs none is left: the first capture.
 """
@@ -65,9 +65,7 @@ def twofold(
     whiten: Annotated[bool, "whiten the gradients, so that every direction counts alike"] = True,
     views: Annotated[int, "augmented views of each image, which the tuned source labels"] = 0,
     patches: Annotated[bool, "move a patch embedding too"] = False,
-    tokens: Annotated[
-        Tokens, "whose rows make the maps: those that the loss reads (answers, a class token), or all"
-    ] = "read",
+    tokens: Annotated[Tokens, "of prompts with answers: whose rows make the maps"] = "answers",
     directions: Annotated[int, "strongest directions that maps of more than twice as wide layers keep; 0: all"] = 512,
     map_rank: MapRank = "range",
     tolerance: Tolerance = DEFAULT_TOLERANCE,

@@ -30,7 +30,6 @@ class Layout:
     prefix: int = 0  # class and register tokens in front of the grid
     grid: tuple[int, int] | None = None  # rows and columns of patches
     in_place: bool = False  # tokens of windows or of stages that shrink: they pair with as many tokens, or with none
-    read: int = 0  # of a grid: only so many of the class tokens in front of it; 0: all tokens
 
     @property
     def length(self) -> int | None:
@@ -43,40 +42,15 @@ class Layout:
     def predicting(self, answering: Tensor) -> Layout:
         """Of a text, the tokens [n, L] that predict an answer; what are no tokens of that text stay as they are.
 
-        Two of them meet where what they predict begins with the same character: in front of an answer there may be
-        marks of a chat, which have no characters.
+        A change is a sum of gᵀx, and g is large where the answer is predicted: what is read before has many more rows,
+        and says little of the task. Two such tokens meet where what they predict begins with the same character: in
+        front of an answer there may be marks of a chat, which have no characters.
         """
         if self.ids is None or self.ids.shape != answering.shape:
             return self
         following = None if self.spans is None else self.spans[..., 0].roll(-1, 1)
         spans = None if following is None else torch.stack([following, following + 1], -1)
         return replace(self, mask=answering, spans=spans)
-
-    def read_by(self, read: Tensor) -> int:
-        """What a loss reads, from where it has a gradient [n, L]: so many class tokens, or one end of a text.
-
-        1 for the first token of every text, -1 for the last; 0 where it reads others, or all of them.
-        """
-        if self.grid is not None:
-            first = int(read[0].long().cumprod(0).sum())
-            alone = bool((read.sum(1) == first).all() and read[:, :first].all())
-            return first if alone and first <= self.prefix else 0
-        if self.mask is None or self.mask.shape != read.shape or not bool((read.sum(1) == 1).all()):
-            return 0
-        return next((end for end in (1, -1) if torch.equal(read, self.reading(end)._only())), 0)
-
-    def reading(self, count: int) -> Layout:
-        """Only the tokens that a loss reads, as `read_by` says it; they meet the other model's in their order."""
-        if self.grid is not None:
-            return replace(self, read=count)
-        if self.mask is None:
-            return self
-        real = self.mask.bool()
-        place = real.long().cumsum(1) if count > 0 else real.long().flip(1).cumsum(1).flip(1)
-        return Layout(mask=real & (place <= abs(count)))
-
-    def _only(self) -> Tensor:
-        return torch.zeros(0, dtype=torch.bool) if self.mask is None else self.mask.cpu()
 
 
 @dataclass(frozen=True)
@@ -175,8 +149,6 @@ def _match_grids(A: Layout, B: Layout, length_A: int, length_B: int) -> TokenMat
                 f"the {side} has {length} tokens at a layer, but {layout.prefix} class tokens and a grid of "
                 f"{grid[0]} x {grid[1]} patches; give images of one size, or a family that knows its tokens"
             )
-    if A.read and B.read:
-        return TokenMatch(None, torch.arange(length_B) < min(A.read, B.read))
     if grid_A == grid_B and A.prefix == B.prefix:
         return TokenMatch()
     # A class or register token that the source does not have pairs with nothing.
