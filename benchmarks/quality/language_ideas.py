@@ -165,7 +165,7 @@ def third(trial: Trial) -> Found:
     """Once more halfway, by what the default moved: where the target's answers have the form already."""
     job, moved = trial.plain, trial.default
     points = (BASE, Point(0.5 * job.tau, 0.5 * moved.tau))
-    capture = Capture(sums=Whitened, directions=512, tokens="answers", points=points)
+    capture = Capture(sums=Whitened, directions=512, points=points)
     last = job.move(capture, job.maps())
     yield "a third capture, halfway by the default's move", last.tau, job.best_scale(last.judged).best
 
@@ -183,11 +183,11 @@ def asked(trial: Trial) -> Found:
 
 
 def tokens(trial: Trial) -> Found:
-    """Which tokens of the two models meet: the default takes those that predict an answer."""
-    yield "all tokens", run("twofold", trial.plain, tokens="all").tau, 1.0
+    """Which tokens of the two models meet: the default takes all of them."""
+    yield "only tokens that predict an answer", run("twofold", trial.plain, tokens="answers").tau, 1.0
     pairs = [(near(A, 0), near(B, 1)) for A, B in trial.plain.calibration]
     job = trial.job(Calibration(pairs, trial.plain.calibration.tokenizers))
-    yield "the answer and four tokens in front of it", run("twofold", job, tokens="all").tau, 1.0
+    yield "the answer and four tokens in front of it", run("twofold", job).tau, 1.0
 
 
 def near(batch: Batch, side: int, before: int = 4) -> Batch:

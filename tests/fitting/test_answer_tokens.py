@@ -7,13 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from taskferry import Batch, Calibration, LanguageModel
+from taskferry import Batch, Calibration, LanguageModel, TaskVector
 from taskferry.calibration.batch import IGNORED
 from taskferry.engines.whole import WholePair
 from taskferry.fitting.capture import collect
 from taskferry.fitting.statistics import Capture, Statistics, Tokens
+from taskferry.methods import Job, run
 from taskferry.sites.tokens import Layout, match
-from tests.helpers.tiny import TINY, relative
+from tests.helpers.tiny import TINY, relative, tuned
 
 PROMPT = 5
 
@@ -69,23 +70,36 @@ def test_rows_are_those_of_an_autograd_of_ones_own() -> None:
     assert relative(S.solve()[0].dense(), U[:, :rank] @ Vh[:rank]) < 1e-6
 
 
-def test_what_is_no_prompt_is_left_as_it_is() -> None:
+def test_what_is_no_prompt_has_all_its_tokens() -> None:
     plain = TINY["llama"].batch(0, 4)
-    assert plain.answering is None  # every token counts
-    assert answered(plain, marks=1).answering is None  # a mark of the beginning
-    assert answered(plain, marks=2).answering is not None
-    assert TINY["t5"].batch(0, 4).answering is None  # the answer stands in a decoder
+    assert not plain.prompted  # every token counts
+    assert not answered(plain, marks=1).prompted  # a mark of the beginning
+    assert answered(plain, marks=2).prompted
+    assert not TINY["t5"].batch(0, 4).prompted  # the answer stands in a decoder
     decoder = Batch({"input_ids": torch.tensor([[3, 4, 5]]), "labels": torch.tensor([[IGNORED, IGNORED, 6]])})
-    assert decoder.answering is None  # of the same length by chance
-    assert TINY["bert"].batch(0, 4).answering is None
+    assert not decoder.prompted  # of the same length by chance
+    assert not TINY["bert"].batch(0, 4).prompted
+
+
+def test_one_decision_for_both_models_and_all_micro_batches() -> None:
+    """A tokenizer with two marks at the beginning, or an answer that is cut on one side, asks nothing."""
+    plain = [TINY["llama"].batch(start, 4) for start in (0, 4, 8)]
+    marked = [answered(batch, marks=2) for batch in plain]
+    texts = Calibration(list(zip(plain, marked, strict=True)))
+    assert not texts.answers
+    assert Calibration([*texts.pairs[:2], (marked[2], marked[2])]).answers
+    models = [TINY["llama"].model(16, 2, seed) for seed in (0, 1)]
+    tau = TaskVector.between(dict(models[0].named_parameters()), tuned(models[0]))
+    job = Job.of(models[0], models[1], tau, texts, LanguageModel())
+    one, other = (run("twofold", job, tokens=tokens, halfway=0.0).tau for tokens in ("answers", "all"))
+    assert all(torch.equal(one.deltas[name], delta) for name, delta in other.deltas.items())  # type: ignore[arg-type]
 
 
 def test_padding_in_front_predicts_nothing() -> None:
     ids = torch.tensor([[1, 1, 5, 6, 7, 8]])
     labels = ids.masked_fill(torch.arange(6) < 4, IGNORED)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
-    found = Batch({"input_ids": ids, "labels": labels, "attention_mask": mask}).answering
-    assert found is not None
+    found = Batch({"input_ids": ids, "labels": labels, "attention_mask": mask}).predicting
     assert found.tolist() == [[False, False, False, True, True, False]]
 
 

@@ -50,20 +50,25 @@ class Batch:
         return max(texts) if texts and set(self.inputs) <= {*TEXTS, *BESIDE} else None
 
     @property
-    def answering(self) -> Tensor | None:
-        """[n, L] the tokens of a prompt with its answer that predict a token of the answer; None for anything else."""
-        ids, labels = self.inputs.get("input_ids"), self.inputs.get("labels")
-        if ids is None or labels is None or ids.shape != labels.shape:
-            return None
-        counted = labels != IGNORED
-        if not torch.equal(labels[counted], ids[counted]):
-            return None  # of a decoder, which reads them apart
+    def predicting(self) -> Tensor:
+        """[n, L] the tokens of a causal model's text that predict a token which counts."""
+        counted = self.inputs["labels"] != IGNORED
         mask = self.inputs.get("attention_mask")
         read = torch.ones_like(counted) if mask is None else mask != 0
-        asked = (read & (counted.cumsum(1) == 0)).sum(1)
-        if int(asked.max()) < 2:  # a mark of the beginning is no prompt
-            return None
         return torch.cat([counted[:, 1:], torch.zeros_like(counted[:, :1])], 1) & read
+
+    @property
+    def prompted(self) -> bool:
+        """Whether some text of a causal model is a prompt with its answer; a mark of the beginning is no prompt."""
+        ids, labels = self.inputs.get("input_ids"), self.inputs.get("labels")
+        if ids is None or labels is None or ids.shape != labels.shape:
+            return False
+        counted = labels != IGNORED
+        if not torch.equal(labels[counted], ids[counted]):
+            return False  # of a decoder, which reads them apart
+        mask = self.inputs.get("attention_mask")
+        read = torch.ones_like(counted) if mask is None else mask != 0
+        return int((read & (counted.cumsum(1) == 0)).sum(1).max()) > 1
 
     def take(self, indices: Sequence[int]) -> Batch:
         """Some of the samples, in the order given."""
@@ -132,16 +137,21 @@ class Calibration:
     def tokens(self, folds: int = 1, answers: bool = False) -> int | None:
         """The most rows that a layer sees of all samples, or of the largest fold; None where inputs do not tell.
 
-        `answers`: of a prompt with its answer only the tokens that predict the answer.
+        `answers`: only the tokens that predict an answer.
         """
         totals: dict[int, int] = {}
         for A, B in self.pairs:
             if A.tokens is None or B.tokens is None:
                 return None
             fold = A.fold if folds > 1 else 0
-            paired = [None if (some := each.answering) is None or not answers else int(some.sum()) for each in (A, B)]
-            totals[fold] = totals.get(fold, 0) + max(paired[0] or A.tokens, paired[1] or B.tokens)
+            rows = [int(each.predicting.sum()) for each in (A, B)] if answers else [A.tokens, B.tokens]
+            totals[fold] = totals.get(fold, 0) + max(rows)
         return max(totals.values(), default=0)
+
+    @property
+    def answers(self) -> bool:
+        """Whether its samples are prompts with answers, for both causal models: one and the same for all of them."""
+        return any(A.prompted and B.prompted for A, B in self.pairs)
 
     def filled(self, length: int) -> int:
         """Samples of which some model reads exactly so many tokens: what was longer than `length` has been cut."""

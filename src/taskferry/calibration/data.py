@@ -10,13 +10,15 @@ Other forms of chats, prompts and pairs are brought to these: see `forms`.
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import importlib
 import io
 import json
 import math
+import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ from taskferry.errors import TaskferryError
 CACHE = "taskferry-data"  # where the datasets library keeps what it makes of a file, while it is read
 MOST_CLASSES = 100_000  # a head has a row for each
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_NUMBER = re.compile(r"-?[0-9]{1,9}(\.[0-9]*)?", re.ASCII)
+_TEXTS = ("text", "text_pair", "prompt", "completion")
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,8 @@ def load_samples(
         kept = [row for row in rows if row[label_column] != -1]  # the datasets library's way to say "no label"
         rows, left_out = kept, len(rows) - len(kept)
     known = beside or tuple(classes)
-    labels, names = _labels(dataset, rows, label_column, given, known) if label_column in present else (None, ())
+    labelled = label_column in present and (kind not in ("prompt", "messages") or label_column != "label")
+    labels, names = _labels(dataset, rows, label_column, given, known) if labelled else (None, ())
     return Samples(kind, rows, labels, beside or names, given, left_out)
 
 
@@ -176,8 +181,8 @@ def _load(given: str, cache: str, split: str, config: str | None) -> Any:
             if path.suffix not in _READERS:
                 raise TaskferryError(f"{given} is no {', '.join(_READERS)} file")
             check_data_file(path)
-            if _READERS[path.suffix] == "json":
-                return datasets.Dataset.from_dict(_columns(path))
+            if _READERS[path.suffix] in _ROWS:
+                return datasets.Dataset.from_dict(_columns(path, _ROWS[_READERS[path.suffix]](path)))
             return datasets.load_dataset(_READERS[path.suffix], data_files=str(path), **settings)
         if "/" in given and not given.startswith((".", "/")) and given.count("/") == 1:
             name, _, revision = given.partition("@")
@@ -191,22 +196,47 @@ def _load(given: str, cache: str, split: str, config: str | None) -> Any:
     raise TaskferryError(f"{given} does not exist{nearest(given)}")
 
 
-def _columns(path: Path) -> dict[str, list[Any]]:
-    """The columns of JSON objects: one on each line, or a list of them.
-
-    By Python's own parser: the one of pyarrow ends the process on some damaged files.
-    """
-    text = path.read_text(encoding="utf-8")
-    if text.lstrip().startswith("["):
-        rows = json.loads(text)
-    else:
-        rows = [_parsed(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+def _columns(path: Path, rows: list[Any]) -> dict[str, list[Any]]:
+    """The columns of rows; numbers in a column of texts are texts, as they are written."""
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise TaskferryError(f'{path}: entry {number} is no object with columns, such as {{"text": …}}')
     rows = evened(rows)
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}
+    return {name: [_text(row.get(name)) if name in _TEXTS else row.get(name) for row in rows] for name in names}
+
+
+def _text(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, bool | int | float) else value
+
+
+def _json_rows(path: Path) -> list[Any]:
+    """JSON objects, one on each line, or a list of them.
+
+    By Python's own parser: the one of pyarrow ends the process on some damaged files.
+    """
+    text = path.read_text(encoding="utf-8-sig")
+    if text.lstrip().startswith("["):
+        return list(json.loads(text))
+    return [_parsed(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
+def _csv_rows(path: Path) -> list[Any]:
+    """Every cell is text as it stands there: an answer may be 007, 1.50, NA or true. An empty one is missing."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        rows: list[Any] = []
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    raise TaskferryError(f"{path}, line {reader.line_num}: not as many cells as the header has names")
+                rows.append({name: value or None for name, value in row.items()})
+        except csv.Error as error:
+            raise TaskferryError(f"{path}, line {reader.line_num}: no CSV ({error})") from error
+    return rows
+
+
+_ROWS: dict[str, Callable[[Path], list[Any]]] = {"json": _json_rows, "csv": _csv_rows}
 
 
 def _parsed(path: Path, number: int, line: str) -> Any:
@@ -229,13 +259,13 @@ def _labels(
         missing = sum(value is None for value in values)
         raise TaskferryError(f"{given}: {missing} rows have no {column}: fill them, or leave the column out")
     names = getattr(dataset.features[column], "names", None)
+    if all(isinstance(value, str) and _NUMBER.fullmatch(value) for value in values):
+        values = [float(value) for value in values]
     if all(isinstance(value, float) for value in values):
         if any(not math.isfinite(value) or value != int(value) for value in values):
             raise TaskferryError(
                 f"{given}: {column} holds fractions such as {values[0]}: classes are whole numbers or names"
             )
-        values = [int(value) for value in values]
-    if all(isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10 for value in values):
         values = [int(value) for value in values]
     if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         if min(values) < 0:

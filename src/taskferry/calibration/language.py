@@ -50,6 +50,11 @@ def segments_of(row: Mapping[str, Any]) -> list[Segment]:
             raise TaskferryError("a chat without an answer of the assistant has nothing to learn from")
         return [Segment(m["content"], i == last, m["role"]) for i, m in enumerate(messages[: last + 1])]
     if row.get("prompt") is not None:
+        if row.get("completion") is None:
+            raise TaskferryError(
+                f"the prompt '{str(row['prompt'])[:60]}' has no completion: fill the column completion, or leave the "
+                "row out (transfer, fit and plan let the tuned source answer: --labels teacher)"
+            )
         return [Segment(str(row["prompt"]), counted=False), Segment(str(row["completion"]))]
     if "texts" in row:
         raise TaskferryError(
@@ -81,6 +86,9 @@ def language_calibration(
     micro_batch: int = 8,
 ) -> Calibration:
     """For causal models: `labels` are the counted tokens."""
+    kinds = {"chats" if some[0].role is not None else "prompts" if len(some) > 1 else "texts" for some in samples}
+    if len(kinds) > 1:  # marks at the beginning and what is cut differ between them
+        raise TaskferryError(f"the samples are {' and '.join(sorted(kinds))}: give one kind in a file")
 
     def batch(tokenizer: Any, chosen: range) -> Batch:
         rendered = [rendered_chat(tokenizer, samples[i]) for i in chosen]
@@ -140,7 +148,7 @@ def rendered_chat(tokenizer: Any, segments: Sequence[Segment]) -> tuple[str, lis
             raise TaskferryError(
                 "the data has messages but a model's tokenizer has no chat template: give prompt and completion columns"
             )
-        text = tokenizer.apply_chat_template(_messages(segments, seen), tokenize=False)
+        text = templated(tokenizer, _messages(segments, seen))
     places, at, origin = [], 0, 1  # an origin of 0 would look like a special token's empty span
     for i, segment in enumerate(segments):
         content = segment.text if segment.role is None else segment.text.strip()
@@ -152,6 +160,21 @@ def rendered_chat(tokenizer: Any, segments: Sequence[Segment]) -> tuple[str, lis
         places.append(Place(start, start + len(content), origin, segment.counted))
         at, origin = start + len(content), origin + len(content)
     return text, places
+
+
+def templated(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    """A chat as a model reads it; templates refuse chats that their models do not know (a system message, say)."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:
+        if not type(error).__module__.startswith("jinja2"):
+            raise
+        roles = ", ".join(str(message["role"]) for message in messages)
+        name = getattr(tokenizer, "name_or_path", "") or "a model"
+        raise TaskferryError(
+            f"the chat template of {name} refuses a chat of {roles}: {error}. Leave such chats out, or give columns "
+            "prompt and completion"
+        ) from error
 
 
 def _messages(segments: Sequence[Segment], seen: bool) -> list[dict[str, Any]]:
@@ -170,7 +193,7 @@ def _opening(tokenizer: Any, text: str, segments: Sequence[Segment], seen: bool)
     A short answer ("a") may stand inside the mark itself ("assistant").
     """
     messages = _messages([*segments[:-1], replace(segments[-1], text="")], seen)
-    empty = tokenizer.apply_chat_template(messages, tokenize=False)
+    empty = templated(tokenizer, messages)
     return next((i for i, (a, b) in enumerate(zip(text, empty, strict=False)) if a != b), min(len(text), len(empty)))
 
 

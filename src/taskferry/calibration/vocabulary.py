@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,9 +35,39 @@ def translation(tokenizers: tuple[Any, Any] | None) -> Tensor:
     return table
 
 
-def _written(tokenizer: Any) -> dict[str, list[int]]:
-    """What each token writes, with the tokens that write it."""
-    found: dict[str, list[int]] = {}
+def _written(tokenizer: Any) -> dict[str | bytes, list[int]]:
+    """What each token writes, with the tokens that write it; bytes, where those alone are no characters."""
+    table = _BYTES if _is_byte_level(tokenizer) else {}
+    found: dict[str | bytes, list[int]] = {}
     for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
-        found.setdefault("".join(_MARKS.get(c, c) for c in token), []).append(number)
+        found.setdefault(_characters(token, table), []).append(number)
     return found
+
+
+def _characters(token: str, table: Mapping[str, int]) -> str | bytes:
+    if table and all(c in table for c in token):
+        written = bytes(table[c] for c in token)
+    elif single := _SINGLE.fullmatch(token):  # SentencePiece's own bytes
+        written = bytes([int(single[1], 16)])
+    else:
+        return "".join(_MARKS.get(c, c) for c in token)
+    try:
+        return written.decode()
+    except UnicodeDecodeError:
+        return written
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    """Whether its vocabulary writes bytes, each as a letter of an alphabet of 256."""
+    return "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
+
+
+def _alphabet() -> dict[str, int]:
+    """Printable bytes stand for themselves, the others for the letters behind the first 256 characters."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _alphabet()
+_SINGLE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -25,6 +25,7 @@ def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as
         from taskferry.jobs.apply import apply_alignment
     outcome = apply_alignment(settings, command=command_line())
     screen = Screen(quiet=quiet, as_json=as_json)
-    added = (settings.out / "adapter_config.json").exists()
+    added = (settings.out / "adapter_config.json").exists() or settings.as_task_vector
     what = f"{settings.target_base or 'BASE'} --add {settings.out}" if added else str(settings.out)
+    what += "/task_vector.safetensors" if settings.as_task_vector else ""
     screen.verdict(outcome, f"taskferry evaluate {what} --test TEST_DATA")

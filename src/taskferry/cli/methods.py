@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +24,14 @@ def run(as_json: Json = False) -> None:
 
         known = methods()
     if as_json:
-        print_json({n: {k: str(v) for k, v in m.settings.items()} for n, m in known.items()})
+        told = {
+            name: {
+                setting: {"default": default, "help": text, **({"choices": get_args(kind)} if get_args(kind) else {})}
+                for setting, (kind, default, text) in found.settings.items()
+            }
+            for name, found in known.items()
+        }
+        print_json(told)
         return
     table = Table(box=None, pad_edge=False, header_style="cyan")
     for column in ("method", "setting", "default", "what it does"):

@@ -18,7 +18,7 @@ from taskferry.display.bars import Bars
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Outcome, Reporter
 from taskferry.jobs.settings import TransferSettings
-from taskferry.methods.registry import FEW
+from taskferry.methods.registry import FEW, find
 
 
 class Screen(Reporter):
@@ -115,6 +115,8 @@ def worse(told: Mapping[str, Any]) -> bool:
 
 def next_after(settings: TransferSettings, outcome: Outcome) -> str:
     """What to type after a transfer."""
+    if outcome.written is None and settings.refine and not find(settings.method).needs.change:
+        return "try more samples, or other --refine steps"
     if outcome.written is None:
         return "try more samples, another --objective, or add --scale 1 to the same command to write it anyway"
     if worse(outcome.record["verdict"]):

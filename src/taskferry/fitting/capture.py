@@ -299,11 +299,10 @@ class MicroBatch(Generic[S]):
 
 
 def _met(layouts: dict[str, Layout], batch: Batch, capture: Capture) -> dict[str, Layout]:
-    """Which tokens meet those of the other model; of a prompt with its answer, perhaps only those that predict it."""
-    answering = batch.answering if capture.tokens == "answers" else None
-    if answering is None:
+    """Which tokens meet those of the other model: all, or those that predict an answer."""
+    if capture.tokens == "all":
         return layouts
-    return {stream: layout.predicting(answering) for stream, layout in layouts.items()}
+    return {stream: layout.predicting(batch.predicting) for stream, layout in layouts.items()}
 
 
 def _look_at_one(side: Side, sites: Sequence[Site], batches: Sequence[Batch]) -> None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from taskferry.checkpoints import Loaded, Tuned, load_model
 from taskferry.checkpoints.adapters import in_body
 from taskferry.checkpoints.models import resolve
 from taskferry.errors import TaskferryError
-from taskferry.fitting.language import is_sequence_to_sequence
+from taskferry.fitting.language import is_sequence_to_sequence, longest_text
 from taskferry.fitting.models import device_of
 from taskferry.fitting.scale import moved_by
 
@@ -55,16 +56,23 @@ def complete(model: torch.nn.Module, tokenizer: Any, prompts: Sequence[str], len
     """What a language model answers, greedily."""
     completions = []
     generator: Any = model
+    both, stops = is_sequence_to_sequence(model), {*_numbers(tokenizer.eos_token_id)}
+    most = longest_text(sys.maxsize, model)
+    length = min(length, max(1, most // 2))
     for prompt in prompts:
-        inputs = tokenizer(prompt, return_tensors="pt").to(device_of(model))
+        # Of a long prompt the end is read, so that the answer has a place behind it.
+        ids = _ids(model, tokenizer, prompt, True, stops)[-(most if both else most - length) :]
+        read = torch.tensor([ids], device=device_of(model))
         output = generator.generate(
-            **inputs, max_new_tokens=length, do_sample=False, pad_token_id=tokenizer.eos_token_id
+            input_ids=read,
+            attention_mask=torch.ones_like(read),
+            max_new_tokens=length,
+            do_sample=False,
+            pad_token_id=tokenizer.eos_token_id,
         )
-        text = tokenizer.decode(output[0], skip_special_tokens=True)
-        if not is_sequence_to_sequence(model):
-            # Decoded as a whole: a piece on its own may lose the space before it.
-            text = text[len(tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)) :]
-        completions.append(text)
+        # Decoded as a whole: a piece on its own may lose the space before it.
+        text = _decoded(tokenizer, output[0].tolist())
+        completions.append(text if both else text[len(_decoded(tokenizer, ids)) :])
     if all(map(is_blank, completions)):
         raise TaskferryError("the tuned source answers every prompt with nothing: give completions in the data")
     return completions

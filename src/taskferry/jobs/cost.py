@@ -106,8 +106,7 @@ def rows_met(calibration: Calibration, tokens: Tokens) -> int:
     """Rows of the target that a map sees at most: of all tokens, or of those that predict an answer."""
     total = 0
     for _, B in calibration:
-        answering = B.answering if tokens == "answers" else None
-        mask = B.inputs.get("attention_mask") if answering is None else answering
+        mask = B.inputs.get("attention_mask") if tokens == "all" else B.predicting
         total += size(B) if mask is None else int(mask.sum())
     return total
 

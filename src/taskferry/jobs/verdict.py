@@ -52,7 +52,9 @@ def verdict(
             f"No scale up to {curve.points[-1][0]:g} lowers the calibration loss of the target ({before:.4g} {unit}): "
             "the verdict is scale 0, nothing was written."
         )
-        if trained and len(curve.points) > 1:
+        if refined is not None and not trained and len(curve.points) == 1:
+            sentence = f"Nothing was moved (calibration loss {before:.4g} {unit}), and nothing was written."
+        elif trained and len(curve.points) > 1:
             sentence = (
                 f"No scale of the move lowers the calibration loss ({before:.4g} {unit}): training began without it."
             )

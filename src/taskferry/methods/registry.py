@@ -100,6 +100,10 @@ class Job:
         """How many of the folds a scale is chosen on."""
         return self.in_folds().calibration.judged
 
+    def met(self, tokens: Tokens) -> Tokens:
+        """Whose rows make the maps, where that is asked for: only prompts with answers have tokens that predict one."""
+        return tokens if self.calibration.answers else "all"
+
     @property
     def still(self) -> dict[str, str]:
         """Target sites that nothing moves to, with the reason."""
@@ -114,7 +118,9 @@ class Job:
         self, capture: Capture, maps: MapOptions, stage: str = "", left_out: Mapping[str, str] | None = None
     ) -> Moved:
         """Fit what is needed, and move the task vector. `left_out`: target sites that stay, with the reason."""
-        capture = replace(capture, folds=self.calibration.folds, judged=self.calibration.judged)
+        capture = replace(
+            capture, folds=self.calibration.folds, judged=self.calibration.judged, tokens=self.met(capture.tokens)
+        )
         return self.pair.move(self.tau, capture, maps, {**self.still, **(left_out or {})}, stage)
 
     def losses(self, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[float]:

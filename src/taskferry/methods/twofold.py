@@ -1,8 +1,7 @@
 """BiCo from two points: maps fitted on the base models and on both models halfway, over whitened gradients.
 
 What it adds to the paper, each measured alone and together (docs/results.md): gradient rows of one length, whitened;
-augmented views of images, which the tuned source labels; a second capture where both models have gone half of the way;
-of prompts with answers only the tokens that predict the answer.
+augmented views of images, which the tuned source labels; a second capture where both models have gone half of the way.
 A patch embedding stays as it is. Nothing is trained: the one number that is chosen is a scale. Without a task vector
 (to fit maps for any) only what needs none is left: the first capture.
 """
@@ -40,13 +39,21 @@ def costs(job: Job, *, halfway: float, views: int, whiten: bool, directions: int
     """Captures grow with the augmented views; whitening decomposes about as much again as the maps do."""
     solves, sums = 2 if whiten else 1, Whitened if whiten else UnitRows
     if not len(job.tau):
-        return Cost(1, solves, sums=sums, directions=directions, tokens=tokens)
+        return Cost(1, solves, sums=sums, directions=directions, tokens=job.met(tokens))
     inputs = 1 if naming_head(job) is None else 1 + views
     captures = 1 + (halfway > 0)
     looked_at = (len(START) - 1 if halfway else 0) + EVALUATIONS  # the untouched target once
     judged = job.judged
     return Cost(
-        captures * inputs, solves, looked_at * judged / FOLDS, FOLDS, judged, captures - 1, sums, directions, tokens
+        captures * inputs,
+        solves,
+        looked_at * judged / FOLDS,
+        FOLDS,
+        judged,
+        captures - 1,
+        sums,
+        directions,
+        job.met(tokens),
     )
 
 
@@ -65,7 +72,7 @@ def twofold(
     whiten: Annotated[bool, "whiten the gradients, so that every direction counts alike"] = True,
     views: Annotated[int, "augmented views of each image, which the tuned source labels"] = 0,
     patches: Annotated[bool, "move a patch embedding too"] = False,
-    tokens: Annotated[Tokens, "of prompts with answers: whose rows make the maps"] = "answers",
+    tokens: Annotated[Tokens, "of prompts with answers: whose rows make the maps"] = "all",
     directions: Annotated[int, "strongest directions that maps of more than twice as wide layers keep; 0: all"] = 512,
     map_rank: MapRank = "range",
     tolerance: Tolerance = DEFAULT_TOLERANCE,
