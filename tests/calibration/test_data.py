@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 from pathlib import Path
@@ -43,6 +44,46 @@ def test_jsonl_csv_and_parquet_give_the_same_samples(tmp_path: Path) -> None:
         assert samples.labels == (2, 0, 2, 1)
         assert [row["text"] for row in samples.rows] == [row["text"] for row in ROWS]
         assert samples.take([3, 0]).labels == (1, 2)
+
+
+ANSWERS = ["NA", "007", "1.50", "true", "None", "two, three", "1"]
+
+
+@pytest.mark.parametrize("end", ["csv", "jsonl"])
+def test_answers_are_texts_as_they_stand_in_the_file(end: str, tmp_path: Path) -> None:
+    """A reader that guesses types makes 7 of 007, and nothing at all of NA."""
+    path = tmp_path / f"a.{end}"
+    with path.open("w", newline="", encoding="utf-8-sig") as file:  # as spreadsheets save it
+        if end == "csv":
+            writer = csv.writer(file)
+            writer.writerows([["prompt", "completion", "label"], *([f"q {i}", a, 0.25] for i, a in enumerate(ANSWERS))])
+        else:
+            rows = [{"prompt": f"q {i}", "completion": a, "label": None} for i, a in enumerate(ANSWERS)]
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    samples = load_samples(str(path))
+    assert [row["completion"] for row in samples.rows] == ANSWERS
+    assert samples.labels is None  # a score beside prompts is no class
+
+
+def test_numbers_as_answers_keep_their_form(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [{"prompt": "q", "completion": answer} for answer in (4, 5.5, True, "six")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["completion"] for row in load_samples(str(path)).rows] == ["4", "5.5", "true", "six"]
+
+
+def test_an_empty_cell_is_missing_and_a_short_line_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,completion\nq,\nr,yes\n")
+    assert [row["completion"] for row in load_samples(str(path)).rows] == [None, "yes"]
+    path.write_text("prompt,completion\nq,no\nr\n")
+    with pytest.raises(TaskferryError, match="line 3: not as many cells"):
+        load_samples(str(path))
+    path.write_text("text,label\na,1.0\nb,0.0\n")
+    assert load_samples(str(path)).labels == (1, 0)
+    path.write_text("text,label\na,0.5\nb,0.25\n")
+    with pytest.raises(TaskferryError, match="fractions"):
+        load_samples(str(path))
 
 
 def test_images_as_bytes_and_as_a_folder(tmp_path: Path) -> None:
@@ -156,6 +197,14 @@ def test_prompts_count_their_completions_only() -> None:
     ((A, _),) = sequence_calibration([segments], tokenizer).pairs
     assert tokenizer.decode(A.inputs["input_ids"][0], skip_special_tokens=True) == "Rain fell on"
     assert tokenizer.decode(A.inputs["labels"][0], skip_special_tokens=True) == " the quay."
+    for row in ({"prompt": "Rain?"}, {"prompt": "Rain?", "completion": None}):
+        with pytest.raises(TaskferryError, match=r"'Rain\?' has no completion"):  # it was the text "None"
+            segments_of(row)
+    with pytest.raises(TaskferryError, match="prompts and texts: give one kind"):
+        language_calibration([segments, [Segment("Rain fell.")]], tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(TaskferryError, match="refuses a chat of user, assistant: System role not supported"):
+        language_calibration(CHAT, tokenizer)
     with pytest.raises(TaskferryError, match="without an answer"):
         segments_of({"messages": [{"role": "user", "content": "Hello?"}]})
     tokenizer.chat_template = None

@@ -53,9 +53,23 @@ def test_completions_keep_the_space_before_them(tmp_path: Path) -> None:
     loaded = load_model(str(tmp_path / "llama"))
     tokenizer = loaded.tokenizer()
     (answer,) = preparation.complete(loaded.model, tokenizer, [TEXTS[0]], length=6)
-    inputs = tokenizer(TEXTS[0], return_tensors="pt")
-    whole = loaded.model.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    ids = tokenizer(TEXTS[0], return_tensors="pt")["input_ids"]
+    assert ids[0, -1] == tokenizer.eos_token_id  # nothing follows the end of a text
+    whole = loaded.model.generate(ids[:, :-1], max_new_tokens=6, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     assert tokenizer.decode(whole[0], skip_special_tokens=True) == TEXTS[0] + answer
+
+
+def test_the_teacher_reads_the_end_of_prompts_that_are_longer_than_its_positions(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=400, n_embd=16, n_layer=1, n_head=4, n_positions=24, eos_token_id=2,
+                                     initializer_range=0.5)  # fmt: skip
+    folders.save(transformers.GPT2LMHeadModel(config), tmp_path / "gpt")
+    loaded = load_model(str(tmp_path / "gpt"))
+    long, short = " ".join(TEXTS), TEXTS[0]
+    answers = preparation.complete(loaded.model, loaded.tokenizer(), [long, short])
+    assert len(answers) == 2
+    assert answers[0] == preparation.complete(loaded.model, loaded.tokenizer(), [" ".join(TEXTS[1:])])[0]
 
 
 def test_blank_answers_of_the_teacher_are_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

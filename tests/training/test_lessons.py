@@ -108,6 +108,22 @@ def test_a_vocabulary_in_another_order_is_taught_the_same() -> None:
         Tokens((A, A), Calibration(two), 0.0)
 
 
+def test_tokens_of_bytes_and_of_characters_meet_by_what_they_write() -> None:
+    """One vocabulary writes bytes as letters of an alphabet, the other characters, and bytes as <0xE9>."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    def made(words: list[str], decoder: object) -> PreTrainedTokenizerFast:
+        inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+        inner.decoder = decoder
+        return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+    first = made(["?", "cafÃ©", "Ġdog", "æĹ", "Ã©", "é", "Ċ"], decoders.ByteLevel())  # "é" is the byte 0xE9 alone
+    second = made(["?", "é", "▁dog", "café", "<0xE9>", "<0x0A>", "æ"], decoders.ByteFallback())
+    assert translation((first, second)).tolist() == [0, 3, 2, -1, 1, 4, 5]
+    assert translation((second, first)).tolist() == [0, 4, 2, 1, 5, 6, -1]
+
+
 def test_a_token_that_the_teacher_cannot_name_is_taught_by_the_text() -> None:
     """The target lacks most words: what the teacher says there is lost, and the text's own token is the answer."""
     few = ("<pad>", "<s>", "</s>", "<unk>", "the", "harbour")
