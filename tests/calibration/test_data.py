@@ -205,6 +205,11 @@ def test_prompts_count_their_completions_only() -> None:
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(TaskferryError, match="refuses a chat of user, assistant: System role not supported"):
         language_calibration(CHAT, tokenizer)
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "clock"}}]}
+    with pytest.raises(TaskferryError, match="tool_calls, which are not read"):
+        segments_of(
+            {"messages": [{"role": "user", "content": "Late?"}, called, {"role": "assistant", "content": "No"}]}
+        )
     with pytest.raises(TaskferryError, match="without an answer"):
         segments_of({"messages": [{"role": "user", "content": "Hello?"}]})
     tokenizer.chat_template = None

@@ -59,6 +59,16 @@ def test_completions_keep_the_space_before_them(tmp_path: Path) -> None:
     assert tokenizer.decode(whole[0], skip_special_tokens=True) == TEXTS[0] + answer
 
 
+def test_a_padding_that_the_model_has_no_row_for_is_not_used(tmp_path: Path) -> None:
+    folder = folders.causal(tmp_path / "a", "LlamaForCausalLM", 16, 2, 1)
+    tokenizer = load_model(str(folder)).tokenizer()
+    tokenizer.add_tokens([f"[more {i}]" for i in range(400)])
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(folder)
+    found = taskferry("evaluate", folder, "--test", folders.prompts(tmp_path / "asked.jsonl"), "--json").json
+    assert found["samples"] > 2
+
+
 def test_the_teacher_reads_the_end_of_prompts_that_are_longer_than_its_positions(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -68,6 +68,10 @@ def segments_of(row: Mapping[str, Any]) -> list[Segment]:
 def messages_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Of a chat, checked."""
     messages = row["messages"]
+    if any(isinstance(m, Mapping) and m.get("tool_calls") for m in messages):
+        raise TaskferryError(
+            "a chat has tool_calls, which are not read: leave such chats out, or write them as content"
+        )
     if all(isinstance(m, Mapping) for m in messages):
         messages = [{**m, "content": text_of(m.get("content"))} for m in messages]
     if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages) or not all(
