@@ -116,7 +116,7 @@ def test_a_plan_counts_the_largest_micro_batch() -> None:
     batches = [LLAMA.batch(0, 2), LLAMA.batch(2, 14)]
     found = []
     for order in (batches, batches[::-1]):
-        trial = _trial(A, B, pairs, Calibration([(batch, batch) for batch in order]))
+        trial = _trial(A, B, pairs, Calibration([(batch, batch) for batch in order]), Capture())
         found.append(trial.share * trial.graph[1])
     assert found[0] == pytest.approx(found[1], rel=0.1)
 
