@@ -86,6 +86,8 @@ def choose_scale(
     evaluate(
         [*(scale for scale in START if scale <= largest), *([largest] if together and largest > START[-1] else [])]
     )
+    if together and largest > START[-1] and min(START, key=lambda scale: known[scale]) != START[-1]:
+        del known[largest]  # seen in the same walk, and not asked for: every engine finds the same scale
     if min(known, key=lambda scale: known[scale]) == max(known) < largest:
         evaluate([largest])
     for _ in range(rounds):
