@@ -35,13 +35,12 @@ from taskferry import TaskVector, load_model, load_tuned
 from taskferry.calibration.batch import IGNORED, Batch, Calibration
 from taskferry.calibration.data import Samples
 from taskferry.checkpoints import Loaded, Tuned
-from taskferry.evaluation import Pool, evaluate
 from taskferry.fitting.capture import Loss
 from taskferry.fitting.language import predicted
 from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.preparation import Prepared, prepare
-from taskferry.fitting.scale import moved_by
 from taskferry.fitting.statistics import BASE, Capture, Point
+from taskferry.maths.decompositions import of_rows
 from taskferry.maths.whitening import Whitened
 from taskferry.methods import Job, Moved, run
 from taskferry.settings import CalibrationSettings
@@ -68,6 +67,10 @@ class Trial:
     def samples(self) -> Samples:
         return real.samples_of(self.task, "train")
 
+    @cached_property
+    def test(self) -> Samples:
+        return real.questions(self.task, self.tested)
+
     def prepared(self, count: int = COUNT, samples: Samples | None = None) -> Prepared:
         settings = CalibrationSettings(
             calibration=self.task, samples=count, seed=self.seed, micro_batch=real.BATCH, max_length=real.LENGTH
@@ -90,13 +93,7 @@ class Trial:
 
     def score(self, added: TaskVector, scale: float = 1.0) -> tuple[float, float]:
         """Right answers in per cent, and the loss."""
-        test, B = real.samples_of(self.task, "test"), self.models[1]
-        test = test.take(range(0, len(test), max(1, len(test) // self.tested))[: self.tested])
-        with moved_by(B.model, added) as at:
-            at(scale)
-            batches = Pool(test, B, max_length=real.LENGTH).batches(range(len(test)), real.BATCH)
-            found = evaluate(B.model, batches, LanguageModel())
-        return round(float(found.right or 0.0), 2), round(found.loss, 3)
+        return real.right_answers(self.models[1], self.test, added, scale)
 
     def answered(self, others: int) -> Calibration:
         """The default's samples, and each of them again with so many answers that are not its own: for maps alone."""
@@ -250,26 +247,17 @@ def limits(trial: Trial) -> Found:
 
 def turned(change: LowRank, onto: LowRank) -> LowRank:
     """The rows of a change turned onto another of the same columns: the orthogonal map of both row spaces that fits."""
-    R_A = torch.linalg.qr(change.left.double())[1]
-    Q_B, R_B = torch.linalg.qr(onto.left.double())
-    U, _, Vh = torch.linalg.svd(R_A @ (change.right.double() @ onto.right.double().T) @ R_B.T)
-    return LowRank((Q_B @ Vh.T @ U.T @ R_A).to(change.left.dtype), change.right)
+    left, across = change.left.double(), change.right.double() @ onto.right.double().T
+    U, _, V = of_rows((left @ across).T, onto.left.T)
+    return LowRank((V @ (U.T @ left)).to(change.left.dtype), change.right)
 
 
 def of_spectrum(change: LowRank, onto: LowRank) -> LowRank:
     """The singular vectors of one change with the singular values of another: all that two isometries leave of it."""
-    _, values, _ = thin_svd(change)
-    U, own, Vh = thin_svd(onto)
+    values = of_rows(change.left.T, change.right)[1]
+    U, own, V = of_rows(onto.left.T, onto.right)
     rank = min(len(values), len(own))
-    return LowRank((U[:, :rank] * values[:rank]).to(onto.left.dtype), Vh[:rank].to(onto.left.dtype))
-
-
-def thin_svd(change: LowRank) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the product, without making it."""
-    Q_out, R_out = torch.linalg.qr(change.left.double())
-    Q_in, R_in = torch.linalg.qr(change.right.double().T)
-    U, values, Vh = torch.linalg.svd(R_out @ R_in.T)
-    return Q_out @ U, values, Vh @ Q_in.T
+    return LowRank((U[:, :rank] * values[:rank]).to(onto.left.dtype), V[:, :rank].T.to(onto.left.dtype))
 
 
 IDEAS: dict[str, Callable[[Trial], Found]] = {

@@ -144,6 +144,21 @@ def calibration_of(models: tuple[Loaded, Loaded], change: Tuned, name: str, coun
     return prepare(CalibrationSettings(calibration=task, **given, **labels), *models, change, samples=samples)
 
 
+def questions(task: str, count: int) -> Samples:
+    """So many of the test split, evenly spread."""
+    test = samples_of(task, "test")
+    return test.take(range(0, len(test), max(1, len(test) // count))[:count])
+
+
+def right_answers(loaded: Loaded, test: Samples, added: TaskVector, scale: float) -> tuple[float, float]:
+    """Of a model with a change added: right answers in per cent, and the loss."""
+    batches = Pool(test, loaded, max_length=LENGTH).batches(range(len(test)), BATCH)
+    with moved_by(loaded.model, added) as at:
+        at(scale)
+        found = evaluate(loaded.model, batches, LanguageModel())
+    return round(float(found.right or 0.0), 2), round(found.loss, 3)
+
+
 def run_cell(
     models: tuple[Loaded, Loaded], folder: Path, name: str, count: int, seed: int, steps: int,
     wanted: dict[str, ways.Way], known: dict[str, Any], tested: int,
@@ -154,18 +169,12 @@ def run_cell(
     ends = name.endswith(("+teacher", "+ends"))  # a source that answers has to know when to stop
     found = tuned(A, folder, task, steps, ends), tuned(B, folder, task, steps)
     changes = [load_tuned(str(path), loaded) for path, loaded in zip(found, models, strict=True)]
-    test = samples_of(task, "test")
-    test = test.take(range(0, len(test), max(1, len(test) // tested))[:tested])
+    test = questions(task, tested)
     losses: dict[str, float] = {}
 
     def score(added: TaskVector, scale: float, side: int = 1) -> float:
-        loaded = models[side]
-        batches = Pool(test, loaded, max_length=LENGTH).batches(range(len(test)), 20)
-        with moved_by(loaded.model, added) as at:
-            at(scale)
-            found = evaluate(loaded.model, batches, LanguageModel())
-        losses["last"] = round(found.loss, 3)
-        return round(float(found.right or 0.0), 2)
+        right, losses["last"] = right_answers(models[side], test, added, scale)
+        return right
 
     if "oracle" not in known:
         known["target"], known["target loss"] = score(TaskVector({}), 1.0), losses["last"]

@@ -50,12 +50,16 @@ class Batch:
         return max(texts) if texts and set(self.inputs) <= {*TEXTS, *BESIDE} else None
 
     @property
+    def following(self) -> Tensor:
+        """[n, L] the label that each token of a causal model's text is to predict; padding in front predicts none."""
+        labels, mask = self.inputs["labels"], self.inputs.get("attention_mask")
+        following = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], 1)
+        return following if mask is None else following.masked_fill(mask.to(labels.device) == 0, IGNORED)
+
+    @property
     def predicting(self) -> Tensor:
         """[n, L] the tokens of a causal model's text that predict a token which counts."""
-        counted = self.inputs["labels"] != IGNORED
-        mask = self.inputs.get("attention_mask")
-        read = torch.ones_like(counted) if mask is None else mask != 0
-        return torch.cat([counted[:, 1:], torch.zeros_like(counted[:, :1])], 1) & read
+        return self.following != IGNORED
 
     @property
     def prompted(self) -> bool:

@@ -21,11 +21,8 @@ def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as
     """Move a LoRA, a task vector or a tuned model by a saved alignment."""
     with waiting(quiet or as_json):
         settings = load_settings(ApplySettings, config, given)
-        from taskferry.cli.screen import Screen
+        from taskferry.cli.screen import Screen, written_by
         from taskferry.jobs.apply import apply_alignment
     outcome = apply_alignment(settings, command=command_line())
     screen = Screen(quiet=quiet, as_json=as_json)
-    added = (settings.out / "adapter_config.json").exists() or settings.as_task_vector
-    what = f"{settings.target_base or 'BASE'} --add {settings.out}" if added else str(settings.out)
-    what += "/task_vector.safetensors" if settings.as_task_vector else ""
-    screen.verdict(outcome, f"taskferry evaluate {what} --test TEST_DATA")
+    screen.verdict(outcome, f"taskferry evaluate {written_by(settings)} --test TEST_DATA")

@@ -19,6 +19,7 @@ from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Outcome, Reporter
 from taskferry.jobs.settings import TransferSettings
 from taskferry.methods.registry import FEW, find
+from taskferry.settings import ApplySettings
 
 
 class Screen(Reporter):
@@ -129,16 +130,21 @@ def next_after(settings: TransferSettings, outcome: Outcome) -> str:
 
 def evaluation(settings: TransferSettings, outcome: Outcome) -> str:
     """The command that scores what was moved on held-out samples."""
-    out, data = shlex.quote(str(settings.out)), Path(settings.calibration)
-    added = (settings.out / "adapter_config.json").exists() or settings.as_task_vector
-    what = f"{shlex.quote(settings.target_base)} --add {out}" if added else out
-    if settings.as_task_vector:
-        what += "/task_vector.safetensors"
+    data = Path(settings.calibration)
     beside = data.with_name(f"test{data.suffix}")
     test = shlex.quote(str(beside)) if data.is_file() and beside.is_file() and beside != data else "TEST_DATA"
     language = outcome.record["verdict"].get("loss_unit") == "per token"
     shots = "" if language else f" --shots {shlex.quote(settings.calibration)}"
-    return f"taskferry evaluate {what} --test {test}{shots}"
+    return f"taskferry evaluate {written_by(settings)} --test {test}{shots}"
+
+
+def written_by(settings: TransferSettings | ApplySettings) -> str:
+    """What `evaluate` takes of an output: a model, or the target with what is added to it."""
+    out = shlex.quote(str(settings.out))
+    if not settings.as_task_vector and not (settings.out / "adapter_config.json").exists():
+        return out
+    file = "/task_vector.safetensors" if settings.as_task_vector else ""
+    return f"{shlex.quote(settings.target_base or 'BASE')} --add {out}{file}"
 
 
 def _worst(errors: Mapping[str, float]) -> list[tuple[str, float]]:

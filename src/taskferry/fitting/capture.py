@@ -302,7 +302,8 @@ def _met(layouts: dict[str, Layout], batch: Batch, capture: Capture) -> dict[str
     """Which tokens meet those of the other model: all, or those that predict an answer."""
     if capture.tokens == "all":
         return layouts
-    return {stream: layout.predicting(batch.predicting) for stream, layout in layouts.items()}
+    answering = batch.predicting
+    return {stream: layout.predicting(answering) for stream, layout in layouts.items()}
 
 
 def _look_at_one(side: Side, sites: Sequence[Site], batches: Sequence[Batch]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from taskferry.calibration.batch import IGNORED, Batch
@@ -58,17 +57,12 @@ def _tables(model: nn.Module) -> list[nn.Embedding]:
 def expected(model: nn.Module, batch: Batch) -> Tensor:
     """[n, L] the token that each position is to predict; IGNORED where none counts.
 
-    A causal model predicts label t + 1 at position t, an encoder-decoder label t. Padding in front of a text does not
-    predict it.
+    A causal model predicts label t + 1 at position t, an encoder-decoder label t.
     """
     labels = batch.inputs.get("labels")
     if labels is None:
         raise TaskferryError("a language model needs inputs['labels']: text_calibration(…, causal=True)")
-    if is_sequence_to_sequence(model):
-        return labels
-    mask = batch.inputs.get("attention_mask")
-    following = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], 1)
-    return following if mask is None else following.masked_fill(mask.to(labels.device) == 0, IGNORED)
+    return labels if is_sequence_to_sequence(model) else batch.following
 
 
 def predicted(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

@@ -102,7 +102,7 @@ class Job:
 
     def met(self, tokens: Tokens) -> Tokens:
         """Whose rows make the maps, where that is asked for: only prompts with answers have tokens that predict one."""
-        return tokens if self.calibration.answers else "all"
+        return "answers" if tokens == "answers" and self.calibration.answers else "all"
 
     @property
     def still(self) -> dict[str, str]:
