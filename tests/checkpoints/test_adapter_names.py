@@ -112,7 +112,7 @@ def test_a_frozen_table_beside_a_lora_is_no_part_of_it(world: Path, tmp_path: Pa
     reference = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(world / "llama"), lora)
     with teacher_model(base, tuned) as teacher, torch.no_grad():
         ids = torch.arange(6)[None]
-        assert torch.allclose(teacher(ids).logits, reference(ids).logits, atol=1e-5)
+        assert torch.allclose(teacher.model(ids).logits, reference(ids).logits, atol=1e-5)
 
 
 def test_a_lora_with_biases_is_no_teacher(world: Path, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_resized_fine_tune_teaches_as_it_was_saved_or_not_at_all(world: Path, 
     base = load_model(str(world / "llama"))
     tuned = load_tuned(str(tmp_path / "more"), base)
     with teacher_model(base, tuned) as teacher:
-        assert teacher.get_input_embeddings().num_embeddings == 401
+        assert teacher.model.get_input_embeddings().num_embeddings == 401
     with pytest.raises(TaskferryError, match="leave --refine out"):
         check_whole(tuned, "leave --refine out")
     torch.save(model.state_dict(), tmp_path / "more.pt")

@@ -198,7 +198,7 @@ def test_adapters_of_a_fleet_write_equal_shares(models: Models, world: Path, tmp
     assert both.samples.rows[4:] != alone[1][:3]
     assert len(both.samples) == 7
     with teacher_model(A, load_tuned(str(found[1]), A)) as third:
-        author = generation.Author(third, A.tokenizer(), settings, "text", both.how["length"], (), 1)
+        author = generation.Author(third.model, A.tokenizer(), settings, "text", both.how["length"], (), 1)
         assert both.samples.rows[4:] == author.rows(0)[:3]
     assert both.how["adapters"] == ["second", "third"]
     assert both.labels == "written by 2 adapters in turn"

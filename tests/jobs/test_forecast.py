@@ -73,7 +73,7 @@ def test_the_verdict_of_a_transfer_says_it(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     from taskferry import load_model, load_samples
     from taskferry.evaluation import Pool
-    from taskferry.fitting.preparation import zero_shot
+    from taskferry.fitting.heads import zero_shot
     from taskferry.training import FineTuning, finetune
     from tests.cli.test_images import clip_folder
 

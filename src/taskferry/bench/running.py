@@ -28,8 +28,9 @@ from taskferry.disk.files import hash_parameters
 from taskferry.errors import TaskferryError
 from taskferry.evaluation import Pool, evaluate
 from taskferry.evaluation.pool import LazyBatches
+from taskferry.fitting.heads import zero_shot
 from taskferry.fitting.objectives import Classifier, LinearProbe, NewHead, Prototypes
-from taskferry.fitting.preparation import Prepared, prepare, zero_shot
+from taskferry.fitting.preparation import Prepared, prepare
 from taskferry.fitting.scale import moved_by
 from taskferry.methods import Job
 from taskferry.settings import CalibrationSettings

@@ -48,6 +48,7 @@ class Samples:
     classes: tuple[str, ...]  # names, where the data has them
     source: str
     left_out: int = 0  # rows without a label, where the others have one
+    sorted: bool = False  # whether the classes are numbered by their names' order, for want of another
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -117,10 +118,12 @@ def load_samples(
     if label_column in present and getattr(dataset.features[label_column], "names", None):
         kept = [row for row in rows if row[label_column] != -1]  # the datasets library's way to say "no label"
         rows, left_out = kept, len(rows) - len(kept)
-    known = beside or tuple(classes)
-    labelled = label_column in present and (kind not in ("prompt", "messages") or label_column != "label")
-    labels, names = _labels(dataset, rows, label_column, given, known) if labelled else (None, ())
-    return Samples(kind, rows, labels, beside or names, given, left_out)
+    if label_column in present and (kind not in ("prompt", "messages") or label_column != "label"):
+        values, own = _labels(dataset, rows, label_column, given)
+        labels, names = _numbered(values, own, beside or tuple(classes), given, "classes.json" if beside else None)
+        own = () if getattr(dataset, "builder_name", None) == "imagefolder" else own  # which sorts them as well
+        return Samples(kind, rows, labels, names, given, left_out, bool(names) and not (beside or classes or own))
+    return Samples(kind, rows, None, beside, given, left_out)
 
 
 def picture(row: dict[str, Any]) -> Any:
@@ -251,14 +254,13 @@ def _line(error: Exception) -> str:
 
 
 def _labels(
-    dataset: Any, rows: Sequence[dict[str, Any]], column: str, given: str, known: Sequence[str]
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Class numbers 0, 1, …; names are sorted, numbers are kept."""
+    dataset: Any, rows: Sequence[dict[str, Any]], column: str, given: str
+) -> tuple[list[int] | list[str], tuple[str, ...]]:
+    """Class numbers 0, 1, … with the names that the data itself gives them; or a name for each row."""
     values = [row[column] for row in rows]
     if any(value is None for value in values):
         missing = sum(value is None for value in values)
         raise TaskferryError(f"{given}: {missing} rows have no {column}: fill them, or leave the column out")
-    names = getattr(dataset.features[column], "names", None)
     if all(isinstance(value, str) and _NUMBER.fullmatch(value) for value in values):
         values = [float(value) for value in values]
     if all(isinstance(value, float) for value in values):
@@ -272,13 +274,33 @@ def _labels(
             raise TaskferryError(f"{given}: a {column} of {min(values)}: classes are counted from 0")
         if max(values) >= MOST_CLASSES:
             raise TaskferryError(f"{given}: a {column} of {max(values)}: classes are counted 0, 1, 2 …")
-        return tuple(values), tuple(names or ())
-    classes = tuple(known) or tuple(sorted({str(value) for value in values}))
-    strange = sorted({str(value) for value in values} - set(classes))
+        return values, tuple(getattr(dataset.features[column], "names", None) or ())
+    return [str(value) for value in values], ()
+
+
+def _numbered(
+    values: Sequence[int] | Sequence[str], own: Sequence[str], known: Sequence[str], given: str, file: str | None
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Class numbers by `known` names where there are some, else as the data counts, else by its names in their order.
+
+    Names with nothing in common with those of a `file` beside the data (folders 000, 001 …) get its names instead.
+    """
+    counted = [int(value) for value in values if not isinstance(value, str)]
+    if counted and (not known or not own or (file and len(own) == len(known) and not set(own) & set(known))):
+        if known and max(counted) >= len(known):
+            raise TaskferryError(
+                f"{given} has the class {max(counted)}, {file or 'the calibration data'} the names of {len(known)}: "
+                "classes are counted from 0"
+            )
+        return tuple(counted), tuple(known or own)
+    named = [own[number] for number in counted] or [str(value) for value in values]
+    classes = tuple(known) or tuple(sorted(set(named)))
+    strange = sorted(set(named) - set(classes))
     if strange:
-        raise TaskferryError(f"{given} has the class '{strange[0]}', which the calibration data does not have")
+        whose = file or "the calibration data"
+        raise TaskferryError(f"{given} has the class '{strange[0]}', which {whose} does not have")
     numbers = {name: i for i, name in enumerate(classes)}
-    return tuple(numbers[str(value)] for value in values), classes
+    return tuple(numbers[name] for name in named), classes
 
 
 def _classes_beside(path: Path) -> tuple[str, ...]:

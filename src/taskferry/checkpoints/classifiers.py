@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,8 @@ from taskferry.checkpoints.loaded import Loaded
 from taskferry.errors import TaskferryError
 
 KIND = "ForSequenceClassification"
+_SCORING = (KIND, "ForImageClassification", "ForImageClassificationWithTeacher")  # one answer for each sample
+_UNNAMED = re.compile(r"(LABEL_)?[0-9]+")
 
 
 def headed(loaded: Loaded, head: str, classes: int) -> nn.Module:
@@ -42,13 +45,29 @@ def headed(loaded: Loaded, head: str, classes: int) -> nn.Module:
     return found
 
 
+def has_own_head(model: nn.Module) -> bool:
+    """Whether a model scores classes of whole samples by itself."""
+    if hasattr(model, "pretrained_cfg"):  # of timm
+        return bool(getattr(model, "num_classes", 0))
+    return type(model).__name__.endswith(_SCORING)
+
+
+def class_names(model: nn.Module) -> tuple[str, ...]:
+    """What a head calls its classes; () where it only counts them (LABEL_0, LABEL_1 …)."""
+    known = getattr(getattr(model, "config", None), "id2label", None) or {}
+    if not has_own_head(model) or set(known) != set(range(len(known))):
+        return ()
+    names = tuple(str(known[i]) for i in range(len(known)))
+    return () if all(_UNNAMED.fullmatch(name) for name in names) else names
+
+
 def same_labels(source: Loaded, target: Loaded) -> None:
-    """Refuse two classifiers that call their classes differently."""
-    names = [_config(loaded).id2label for loaded in (source, target) if type(loaded.model).__name__.endswith(KIND)]
-    if len(names) == 2 and names[0] != names[1]:
+    """Refuse a target that calls its classes otherwise than the source."""
+    A, B = class_names(source.model), class_names(target.model)
+    if has_own_head(source.model) and B and A != B:
         raise TaskferryError(
-            f"{source.given} calls its classes {', '.join(map(str, names[0].values()))}, {target.given} "
-            f"{', '.join(map(str, names[1].values()))}: the head cannot move; give --head keep"
+            f"{source.given} calls its classes {', '.join(A) or 'nothing'}, {target.given} {', '.join(B)}: the head "
+            "cannot move; give --head keep"
         )
 
 

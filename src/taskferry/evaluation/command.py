@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from taskferry.calibration.data import Samples, load_samples
 from taskferry.calibration.samplers import choose
 from taskferry.checkpoints import Loaded, by_reason, load_model, load_tuned
+from taskferry.checkpoints.classifiers import has_own_head
 from taskferry.checkpoints.loaded import to_device
 from taskferry.display.bars import Tell
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.pool import LazyBatches, Pool
 from taskferry.evaluation.scoring import Score, evaluate
 from taskferry.fitting.contrastive import Contrastive
+from taskferry.fitting.heads import has_text_tower, named_classifier
 from taskferry.fitting.language import is_language_model
-from taskferry.fitting.objectives import Classifier, Head, LanguageModel, Objective
-from taskferry.fitting.preparation import check_pairs, has_text_tower, named_classifier
+from taskferry.fitting.objectives import Classifier, LanguageModel, Objective
+from taskferry.fitting.preparation import check_pairs
 from taskferry.settings import EvaluateSettings
 
 
@@ -25,7 +28,11 @@ def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -
     to_device(loaded, settings.device)
     left: list[str] = []
     if settings.add is not None:
-        left = by_reason(load_tuned(settings.add, loaded).add_to(loaded.model, settings.scale), "was not added")
+        tuned = load_tuned(settings.add, loaded)
+        rest = tuned.add_to(loaded.model, settings.scale)
+        left = by_reason(rest, "was not added")
+        given = set() if tuned.adapter is None else set(tuned.adapter.saved).difference(rest)
+        loaded = replace(loaded, absent=loaded.absent - given)
     shots = None if settings.shots is None else load_samples(settings.shots, label_column=settings.label_column)
     known = () if shots is None else shots.classes
     test = load_samples(settings.test, label_column=settings.label_column, classes=known, split=_split(settings.test))
@@ -52,11 +59,11 @@ def _objective(settings: EvaluateSettings, loaded: Loaded, test: Samples) -> Obj
         check_pairs(name)
         return Contrastive()
     if name == "auto":
-        kind = type(loaded.model).__name__
-        if kind.endswith(("ForSequenceClassification", "ForImageClassification")):
-            return Head()
-        name = "zero-shot" if has_text_tower(loaded) and test.kind == "image" and test.classes else "probe"
-    return named_classifier(name, loaded, test.classes, settings.templates)
+        if has_own_head(loaded.model) and settings.shots is None:
+            name = "head"
+        else:
+            name = "zero-shot" if has_text_tower(loaded) and test.kind == "image" and test.classes else "probe"
+    return named_classifier(name, loaded, test, settings.templates)
 
 
 def _split(given: str) -> str:

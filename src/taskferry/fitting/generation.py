@@ -196,8 +196,8 @@ def draw(
     for place, share in enumerate(shares[:1] if trial else shares):
         author = load_tuned(str(adapters[place]), source) if adapters else tuned
         most = 1 if trial else TRIES * -(-share // BATCH)
-        with teacher_model(source, author) as model:
-            writer = Author(model, source.tokenizer(), settings, kind, length, given, place)
+        with teacher_model(source, author) as teacher:
+            writer = Author(teacher.model, source.tokenizer(), settings, kind, length, given, place)
             written_by, number = writer.write(wanted if trial else share, most, steps, rank, everyone)
         if len(written_by) < share and not trial:
             raise _too_few(f"the adapter {adapters[place].name}" if adapters else authors, written_by, share)

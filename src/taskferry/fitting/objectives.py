@@ -96,10 +96,26 @@ class Head(Classifier):
 
     words: ClassVar[str] = "the model's own head"
 
+    order: tuple[int, ...] = ()  # its row for each class of the samples; () where both count alike
+
+    def describe(self) -> str:
+        """With the order: other rows are another loss."""
+        return f"Head({' '.join(map(str, self.order))})"
+
     def logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:  # noqa: ARG002
         """The model's logits."""
         family = family_of(model)
-        return lambda batch: wide(logits_of(model(**family.arguments(model, batch))))
+
+        def scores(batch: Batch) -> Tensor:
+            found = wide(logits_of(model(**family.arguments(model, batch))))
+            if found.ndim != 2:
+                raise TaskferryError(
+                    f"the head of a {type(model).__name__} gives {list(found.shape)} for {len(batch)} samples, not one "
+                    "score for each class: give another objective, such as --objective prototypes"
+                )
+            return found[:, list(self.order)] if self.order else found
+
+        return scores
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,19 +21,10 @@ from taskferry.calibration.seeing import seeing_calibration
 from taskferry.checkpoints import Loaded, Tuned
 from taskferry.errors import TaskferryError
 from taskferry.fitting.contrastive import Contrastive
+from taskferry.fitting.heads import has_text_tower, objectives_of, taught
 from taskferry.fitting.language import is_language_model, is_sequence_to_sequence, longest_text
 from taskferry.fitting.models import place_of, wide
-from taskferry.fitting.objectives import (
-    Classifier,
-    CrossProbe,
-    Head,
-    LanguageModel,
-    LinearProbe,
-    Objective,
-    Prototypes,
-    ZeroShot,
-    teacher_labels,
-)
+from taskferry.fitting.objectives import LanguageModel, Objective
 from taskferry.fitting.teacher import complete, is_blank, teacher_model
 from taskferry.settings import CalibrationSettings
 from taskferry.sites import family_of
@@ -127,12 +117,13 @@ def prepare(
     labels = "from the data"
     if samples.left_out:
         labels += f" ({samples.left_out} rows have none and are left out)"
-    objectives = _objectives(settings, chosen, source, target)
     if by_teacher:
-        calibration = calibration.with_labels(_teacher(settings, calibration, chosen, source, tuned))
+        numbers, classes = taught(settings, calibration, chosen, source, tuned)
+        calibration, chosen = calibration.with_labels(numbers), replace(chosen, classes=classes, sorted=False)
         labels = "from the tuned source (teacher)"
         if samples.labels is None and settings.labels == "auto":
             labels += ", because the data has none"
+    objectives = objectives_of(settings, chosen, source, target)
     return Prepared(calibration, objectives, tuple(indices), labels, by_data=not by_teacher, longest=longest)
 
 
@@ -257,7 +248,7 @@ def _language(
         if asked:
             origin = f"{len(asked)} completions of the tuned source (teacher)"
             with teacher_model(source, tuned) as teacher:
-                answers = complete(teacher, tokenizer_A, [row["prompt"] for row in asked])
+                answers = complete(teacher.model, tokenizer_A, [row["prompt"] for row in asked])
             for row, completion in zip(asked, answers, strict=True):
                 row["completion"] = completion
             blank = [id(row) for row in asked if is_blank(row["completion"])]
@@ -299,72 +290,6 @@ def _builder(kind: str | None, samples: Samples) -> Callable[..., Calibration]:
     if samples.kind != "prompt":
         raise TaskferryError("an encoder-decoder needs the columns prompt and completion")
     return sequence_calibration
-
-
-def _objectives(
-    settings: CalibrationSettings, samples: Samples, source: Loaded, target: Loaded
-) -> tuple[Objective, Objective]:
-    name = settings.objective
-    has_text = all(has_text_tower(m) for m in (source, target))
-    if name == "auto":
-        name = "zero-shot" if has_text and samples.kind == "image" and samples.classes else "prototypes"
-    if name == "zero-shot" and (not has_text or not samples.classes):
-        raise TaskferryError(
-            "a zero-shot head needs two image-text models and class names (a classes.json beside the data)"
-        )
-    first, second = (named_classifier(name, m, samples.classes, settings.templates) for m in (source, target))
-    return first, second
-
-
-def named_classifier(name: str, loaded: Loaded, classes: Sequence[str], templates: Sequence[str]) -> Classifier:
-    """The head that an option names, for one model."""
-    if name == "zero-shot":
-        return zero_shot(loaded, classes, templates)
-    if name == "language":
-        raise TaskferryError("the objective 'language' needs a language model")
-    kinds: dict[str, Classifier] = {
-        "prototypes": Prototypes(),
-        "probe": LinearProbe(),
-        "cross-probe": CrossProbe(),
-        "head": Head(),
-    }
-    return kinds[name]
-
-
-def zero_shot(loaded: Loaded, classes: Sequence[str], templates: Sequence[str]) -> ZeroShot:
-    """The frozen head of an image-text model for these classes, by its own tokenizer and text tower."""
-    if not has_text_tower(loaded) or not classes:
-        raise TaskferryError(f"{loaded.given}: a zero-shot head needs an image-text model and class names")
-    return ZeroShot(tuple(classes), _tokenize(loaded), tuple(templates))
-
-
-def has_text_tower(loaded: Loaded) -> bool:
-    """Whether a model embeds texts and images in one space."""
-    return hasattr(loaded.model, "encode_text") or hasattr(loaded.model, "get_text_features")
-
-
-def _tokenize(loaded: Loaded) -> Callable[[list[str]], Any]:
-    tokenizer = loaded.tokenizer()
-    if family_of(loaded.model).name == "openclip":
-        return lambda texts: tokenizer(texts)
-    return lambda texts: tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
-
-
-def _teacher(
-    settings: CalibrationSettings, calibration: Calibration, samples: Samples, source: Loaded, tuned: Tuned | None
-) -> Tensor:
-    """Classes predicted by the tuned source: with its own head, or its zero-shot head."""
-    with teacher_model(source, tuned) as teacher:
-        if samples.classes and has_text_tower(source):
-            # The head of the base: its text tower may have been tuned, the classes are what it was asked for.
-            return teacher_labels(teacher, calibration.side(0), zero_shot(source, samples.classes, settings.templates))
-        headless = getattr(teacher, "num_classes", None) == 0
-        if headless or not type(teacher).__name__.endswith(("Classification", "VisionTransformer")):
-            raise TaskferryError(
-                f"the tuned source is a {type(teacher).__name__}, which predicts no classes, and the data has no "
-                "labels: give labels, or a tuned model with its classification head"
-            )
-        return teacher_labels(teacher, calibration.side(0), Head())
 
 
 def _features(samples: Samples, loaded: Loaded, *, max_length: int, micro_batch: int) -> Tensor:

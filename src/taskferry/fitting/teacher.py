@@ -1,7 +1,7 @@
 """What the tuned source says: itself as a model, and what it writes behind a prompt.
 
 >>> with teacher_model(source, tuned) as teacher:
-...     complete(teacher, tokenizer, ["2 + 2 = "])
+...     complete(teacher.model, tokenizer, ["2 + 2 = "])
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from taskferry.fitting.scale import moved_by
 
 
 @contextmanager
-def teacher_model(source: Loaded, tuned: Tuned | None) -> Iterator[torch.nn.Module]:
+def teacher_model(source: Loaded, tuned: Tuned | None) -> Iterator[Loaded]:
     """The tuned source: base + τ where that is all of it, or as it was saved, with its head."""
     if tuned is None:
         raise TaskferryError("labels from the teacher need the tuned source: give --source-tuned")
@@ -33,11 +33,13 @@ def teacher_model(source: Loaded, tuned: Tuned | None) -> Iterator[torch.nn.Modu
     if not whole:
         check_whole(tuned, "give labels")
     if whole and (tuned.ignored or source.absent):
-        yield load_model(tuned.given, dtype=source.precision).model.to(device_of(source.model))
+        loaded = load_model(tuned.given, dtype=source.precision)
+        loaded.model.to(device_of(source.model))
+        yield loaded
     else:
         with moved_by(source.model, tuned.tau) as set_scale:
             set_scale(1.0)
-            yield source.model
+            yield source
 
 
 def check_whole(tuned: Tuned, otherwise: str, *, heads: bool = True) -> None:

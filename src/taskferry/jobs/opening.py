@@ -25,7 +25,8 @@ from taskferry.engines.ranks import RankedPair, from_everyone, process_group, ta
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
 from taskferry.fitting.generation import STAGE, Drawn, adapters_in, draw
-from taskferry.fitting.preparation import Prepared, has_text_tower, prepare
+from taskferry.fitting.heads import has_text_tower
+from taskferry.fitting.preparation import Prepared, prepare
 from taskferry.fitting.routing import Meeting
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Reporter

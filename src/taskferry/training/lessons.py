@@ -134,6 +134,11 @@ class Classes(Lesson):
     def loss(self, batch: Batch) -> Tensor:
         """Σ over samples of −Σ p log q."""
         scores = self.logits(batch)
+        if scores.shape[1] != self.answers.shape[1]:
+            raise TaskferryError(
+                f"the tuned source scores {self.answers.shape[1]} classes, the target {scores.shape[1]}: it cannot "
+                "teach them; give a target with a head of the same classes, or leave --refine out"
+            )
         return F.cross_entropy(scores, self.answers[list(batch.ids)].to(scores), reduction="sum")
 
 

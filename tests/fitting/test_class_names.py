@@ -1,0 +1,199 @@
+"""Names of classes decide what a row of a head means, wherever data and heads have them; numbers only where not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from taskferry import TaskferryError, load_model, load_samples, load_tuned
+from taskferry.engines.whole import WholePair
+from taskferry.fitting.preparation import Prepared, prepare
+from taskferry.settings import CalibrationSettings
+from taskferry.taskvector import TaskVector
+from taskferry.training.lessons import lesson_of
+from tests.helpers import folders
+from tests.helpers.command import taskferry
+from tests.helpers.texts import TEXTS
+
+transformers = pytest.importorskip("transformers")
+NAMES, TURNED = ("wolf", "ant", "cow"), (2, 0, 1)  # no order that sorting would give
+
+
+def classifier(folder: Path, body: Path, names: tuple[str, ...], order: tuple[int, ...] = (0, 1, 2)) -> Path:
+    """A head of large numbers on a body, its rows and their names in another order."""
+    torch.manual_seed(7)
+    kind = transformers.BertForSequenceClassification
+    model = kind.from_pretrained(body, num_labels=3, id2label={i: names[k] for i, k in enumerate(order)})
+    weight, bias = 3 * torch.randn(3, model.config.hidden_size), torch.randn(3)
+    model.classifier.weight.data, model.classifier.bias.data = weight[list(order)], bias[list(order)]
+    return beside(folders.save(model, folder), body)
+
+
+def beside(folder: Path, body: Path) -> Path:
+    """With the tokenizer of the body: two trainings of one need not end alike."""
+    for file in body.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def rows(path: Path, labels: list[object]) -> Path:
+    lines = [json.dumps({"text": text, "label": label}) for text, label in zip(TEXTS, labels, strict=False)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("world")
+    folders.encoder(root / "bert", 16, 2, 1)
+    folders.encoder(root / "wide", 24, 3, 2)
+    for name, body, names, order in (
+        ("a", "bert", NAMES, (0, 1, 2)),
+        ("a-turned", "bert", NAMES, TURNED),
+        ("a-counted", "bert", ("LABEL_0", "LABEL_1", "LABEL_2"), (0, 1, 2)),
+        ("b", "wide", NAMES, (0, 1, 2)),
+        ("b-turned", "wide", tuple(name.upper() for name in NAMES), TURNED),
+    ):
+        classifier(root / name, root / body, names, order)
+    folders.shifted(root / "a", root / "a-tuned", size=0.3, only="encoder")
+    rows(root / "named.jsonl", [NAMES[i % 5 // 2] for i in range(12)])
+    rows(root / "counted.jsonl", [i % 5 // 2 for i in range(12)])
+    (root / "plain.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return root
+
+
+def score(world: Path, model: str, data: str, *more: object) -> dict[str, object]:
+    found: dict[str, object] = taskferry("evaluate", world / model, "--test", world / data, "--json", *more).json
+    return found
+
+
+def test_a_score_is_by_name(world: Path) -> None:
+    """The data's names sorted are other numbers than the head's."""
+    turned, straight = score(world, "a-turned", "named.jsonl"), score(world, "a", "named.jsonl")
+    assert turned["loss"] == pytest.approx(straight["loss"], rel=1e-5)
+    assert turned["accuracy"] == straight["accuracy"]
+    # Of a head that only counts, rows are what the numbers of the data say.
+    assert straight["loss"] == pytest.approx(score(world, "a-counted", "counted.jsonl")["loss"], rel=1e-5)
+    assert straight["loss"] != pytest.approx(score(world, "a-turned", "counted.jsonl")["loss"], rel=1e-2)
+
+
+def prepared(world: Path, target: str, data: str, labels: str = "auto") -> tuple[Prepared, WholePair, TaskVector]:
+    settings = CalibrationSettings(calibration=str(world / data), objective="head", samples=12, labels=labels)
+    A, B = load_model(str(world / "a")), load_model(str(world / target))
+    tuned = load_tuned(str(world / "a-tuned"), A)
+    found = prepare(settings, A, B, tuned)
+    return found, WholePair(A.model, B.model, found.calibration, found.objectives), tuned.tau
+
+
+@pytest.mark.parametrize("data", ["named.jsonl", "plain.jsonl"])
+def test_losses_and_lessons_of_a_turned_head_are_those_of_the_head(world: Path, data: str) -> None:
+    """Labels of the data, and of the teacher where it has none."""
+    losses, taught = [], []
+    for target in ("b", "b-turned"):
+        found, pair, tau = prepared(world, target, data)
+        batches = found.calibration.side(1)
+        loss = found.objectives[1].bind(pair.target, batches)
+        losses.append(sum(float(loss(batch).detach()) for batch in batches))
+        lesson = lesson_of(pair, tau)
+        taught.append(float(lesson.loss(lesson.batch(range(12))).detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert taught[0] == pytest.approx(taught[1], rel=1e-5)
+    assert found.objectives[0].describe() != found.objectives[1].describe()
+
+
+def test_names_that_differ_are_refused(world: Path, tmp_path: Path) -> None:
+    for strange in ("Wolf", "horse"):  # however it is written; a class of its own
+        rows(tmp_path / "strange.jsonl", [strange, *NAMES[1:], *NAMES])
+        given = ["evaluate", world / "a", "--test", tmp_path / "strange.jsonl", "--json"]
+        if strange == "horse":
+            said = taskferry(*given, code=2).err
+            assert "has the class 'horse', the head of" in said
+            assert "wolf, ant, cow" in said
+        else:
+            rows(tmp_path / "strange.jsonl", [strange, *NAMES[1:]])
+            taskferry(*given)
+    with pytest.raises(TaskferryError, match=r"are numbers, and .* counts wolf, ant, cow, .* COW, WOLF, ANT"):
+        prepared(world, "b-turned", "counted.jsonl")
+
+
+def test_names_of_their_own_are_refused_where_nobody_has_counted_them(world: Path, tmp_path: Path) -> None:
+    import datasets
+
+    data = rows(tmp_path / "other.jsonl", ["x", "y", "z"] * 4)
+    assert "the class 'x'" in taskferry("evaluate", world / "a", "--test", data, code=2).err
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["x", "y", "z"])}
+    )
+    table = {"text": list(TEXTS[:12]), "label": [i % 5 // 2 for i in range(12)]}
+    datasets.Dataset.from_dict(table, features=features).to_parquet(str(tmp_path / "counted.parquet"))
+    counted = taskferry("evaluate", world / "a", "--test", tmp_path / "counted.parquet", "--json").json
+    assert counted["loss"] == pytest.approx(score(world, "a", "counted.jsonl")["loss"], rel=1e-5)
+
+
+def test_a_head_that_is_in_no_file_scores_nothing(world: Path, tmp_path: Path) -> None:
+    import peft
+
+    model = transformers.BertForSequenceClassification.from_pretrained(world / "a")
+    folder = beside(folders.save(model, tmp_path / "headless"), world / "bert")
+    stored = transformers.BertModel.from_pretrained(world / "bert").state_dict()
+    from safetensors.torch import save_file
+
+    save_file({f"bert.{name}": tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
+    given = ["evaluate", folder, "--test", world / "named.jsonl"]
+    assert "classifier.bias is in none of its files" in taskferry(*given, code=2).err
+    assert "a linear probe" in taskferry(*given, "--shots", world / "named.jsonl").out
+    config = peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"], task_type="SEQ_CLS")
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "lora")
+    added = taskferry(*given, "--add", tmp_path / "lora", "--json").json  # which brings the head
+    assert added["loss"] == pytest.approx(score(world, "a", "named.jsonl")["loss"], rel=1e-5)
+
+
+def test_a_head_for_tokens_is_no_head_for_samples(world: Path, tmp_path: Path) -> None:
+    kind = transformers.BertForTokenClassification
+    folders.save(kind.from_pretrained(world / "bert", num_labels=3), tmp_path / "tokens")
+    given = ["evaluate", tmp_path / "tokens", "--test", world / "counted.jsonl", "--objective", "head"]
+    assert "not one score for each class" in taskferry(*given, code=2).err
+
+
+def images(folder: Path, names: tuple[str, ...]) -> Path:
+    from PIL import Image
+
+    for shade, name in enumerate(names):
+        (folder / name).mkdir(parents=True)
+        for i in range(2):
+            Image.new("RGB", (4, 4), (50 * shade, 10, 10)).save(folder / name / f"{i}.png")
+    return folder
+
+
+def test_folders_of_pictures_keep_the_numbers_of_their_names(tmp_path: Path) -> None:
+    train = load_samples(str(images(tmp_path / "train", ("cat", "dog", "tree"))))
+    assert train.sorted
+    few = load_samples(str(images(tmp_path / "test", ("dog", "tree"))), classes=train.classes)
+    assert few.labels == (1, 1, 2, 2)
+    assert few.classes == train.classes
+    with pytest.raises(TaskferryError, match="the class 'elk', which the calibration data does not have"):
+        load_samples(str(images(tmp_path / "other", ("dog", "elk"))), classes=train.classes)
+    (tmp_path / "train" / "classes.json").write_text('["tree", "cat", "dog"]')
+    again = load_samples(str(tmp_path / "train"))
+    assert again.labels == (1, 1, 2, 2, 0, 0)
+    assert again.classes == ("tree", "cat", "dog")
+    assert not again.sorted
+    (tmp_path / "train" / "classes.json").write_text('["tree", "cat", "fox"]')
+    with pytest.raises(TaskferryError, match=r"the class 'dog', which classes.json does not have"):
+        load_samples(str(tmp_path / "train"))
+
+
+def test_names_for_folders_that_only_count(tmp_path: Path) -> None:
+    folder = images(tmp_path / "train", ("000", "001"))
+    (folder / "classes.json").write_text('["tree", "cat"]')
+    samples = load_samples(str(folder))
+    assert samples.labels == (0, 0, 1, 1)
+    assert samples.classes == ("tree", "cat")
+    rows(tmp_path / "data.jsonl", [0, 1, 2])
+    (tmp_path / "classes.json").write_text('["tree", "cat"]')
+    with pytest.raises(TaskferryError, match=r"the class 2, classes.json the names of 2"):
+        load_samples(str(tmp_path / "data.jsonl"))
