@@ -113,9 +113,15 @@ def _whole(batches: Sequence[Batch]) -> dict[str, Tensor]:
     whole = {}
     for name in batches[0].inputs:
         parts = [batch.inputs[name] for batch in batches]
-        if parts[0].ndim == 2:
-            longest = max(part.shape[1] for part in parts)
-            value = IGNORED if name == "labels" else 0
-            parts = [F.pad(part, (0, longest - part.shape[1]), value=value) for part in parts]
-        whole[name] = torch.cat(parts)
+        largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+        value = IGNORED if name == "labels" else 0
+        whole[name] = torch.cat([_padded(part, largest, value) for part in parts])
     return whole
+
+
+def _padded(x: Tensor, largest: Sequence[int], value: int) -> Tensor:
+    """Behind what is there, in every dimension but that of the samples: tokens, or patches of smaller pictures."""
+    behind = [
+        amount for size, most in zip(x.shape[:0:-1], reversed(largest), strict=True) for amount in (0, most - size)
+    ]
+    return F.pad(x, behind, value=value) if any(behind) else x

@@ -20,6 +20,8 @@ from taskferry.calibration.builders import fill_padding, in_micro_batches
 from taskferry.calibration.language import Place, Segment, check_fast, rendered_chat, spans_of
 from taskferry.errors import TaskferryError, first_line
 
+_GRIDS = ("image_grid_thw", "image_sizes")  # what processors call the sizes of pictures that keep their own
+
 
 def seeing_calibration(
     rows: Sequence[Mapping[str, Any]],
@@ -29,14 +31,17 @@ def seeing_calibration(
     *,
     max_length: int = 256,
     micro_batch: int = 8,
+    alike: bool = False,
 ) -> Calibration:
     """Rows as `pictured` makes them, with their PIL images; `labels` are the tokens of the last answer.
 
-    `max_length` bounds the tokens of a sample's text; those of its picture are the model's own affair.
+    `max_length` bounds the tokens of a sample's text; those of its picture are the model's own affair. `alike` splits
+    a micro-batch where pictures have another number of tokens than the one before, as a capture needs it: some towers
+    lay the tokens of all pictures in one row.
     """
     samples = [_segments(row, number) for number, row in enumerate(rows)]
 
-    def batch(processor: Any, chosen: range) -> Batch:
+    def batch(processor: Any, chosen: Sequence[int]) -> Batch:
         tokenizer = processor.tokenizer
         check_fast(tokenizer)
         fill_padding(tokenizer)
@@ -63,9 +68,29 @@ def seeing_calibration(
         inputs["labels"] = ids.masked_fill((mask == 0) | ~counted, IGNORED)
         return Batch({"input_ids": ids, **inputs}, None, tuple(chosen), {"tokens": spans})
 
-    made = in_micro_batches(len(rows), micro_batch, batch, processor_A, processor_B)
+    made: list[tuple[Batch, Batch]] = list(in_micro_batches(len(rows), micro_batch, batch, processor_A, processor_B))
+    if alike:
+        split = (_alike(pair) for pair in made)
+        sides = processor_A, processor_B or processor_A
+        made = [
+            (batch(sides[0], run), batch(sides[1], run)) if len(runs) > 1 else pair
+            for pair, runs in zip(made, split, strict=True)
+            for run in runs
+        ]
     tokenizers = processor_A.tokenizer, (processor_B or processor_A).tokenizer
     return Calibration(made, tokenizers)
+
+
+def _alike(pair: tuple[Batch, Batch]) -> list[list[int]]:
+    """Consecutive samples of a micro-batch whose pictures have one grid of patches, in either model."""
+    grids = [batch.inputs[name] for batch in pair for name in _GRIDS if name in batch.inputs]
+    runs: list[list[int]] = []
+    for row, number in enumerate(pair[0].ids):
+        if row and all(torch.equal(grid[row], grid[row - 1]) for grid in grids):
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
 
 
 def _segments(row: Mapping[str, Any], number: int) -> list[Segment]:

@@ -204,7 +204,7 @@ def one_sided(samples: Samples, loaded: Loaded, *, max_length: int, micro_batch:
         return encoder_calibration(samples, loaded, None, **lengths).side(0)
     kind = language_kind(loaded, loaded)
     if samples.kind == "pictured":
-        return _seeing(samples, kind, loaded, None, **lengths).side(0)
+        return _seeing(samples, kind, loaded, None, False, **lengths).side(0)
     build = _builder(kind, samples)
     return build([segments_of(row) for row in samples.rows], loaded.tokenizer(), **lengths).side(0)
 
@@ -236,7 +236,10 @@ def _language(
     if samples.kind == "pictured":
         if settings.labels == "teacher":
             raise TaskferryError("the teacher answers prompts of text: leave --labels teacher out for rows with images")
-        return _seeing(samples, kind, source, target, **lengths), "the answers in the data", kept
+        sizes = [picture(row).size for row in rows]
+        kept = sorted(kept, key=lambda i: sizes[i])  # pictures of one size stand together
+        seen = _seeing(samples.take(kept), kind, source, target, True, **lengths)
+        return seen, "the answers in the data", kept
     tokenizer_A, tokenizer_B = source.tokenizer(), target.tokenizer()
     if samples.kind == "prompt":
         origin = "the completions in the data"
@@ -269,6 +272,7 @@ def _seeing(
     kind: str | None,
     source: Loaded,
     target: Loaded | None = None,
+    alike: bool = False,
     *,
     max_length: int,
     micro_batch: int,
@@ -280,7 +284,9 @@ def _seeing(
         )
     processors = source.processor(), None if target is None else target.processor()
     images = [picture(row) for row in samples.rows]
-    return seeing_calibration(samples.rows, images, *processors, max_length=max_length, micro_batch=micro_batch)
+    return seeing_calibration(
+        samples.rows, images, *processors, max_length=max_length, micro_batch=micro_batch, alike=alike
+    )
 
 
 def _builder(kind: str | None, samples: Samples) -> Callable[..., Calibration]:

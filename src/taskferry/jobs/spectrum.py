@@ -65,7 +65,7 @@ def _without_numbers(name: str) -> str:
     """A place in a block: `mlp.experts.down_proj` of `model.layers.3.mlp.experts.down_proj`."""
     parts = name.removesuffix(".weight").split(".")
     first = next((i + 1 for i, part in enumerate(parts) if part.isdigit()), 0)
-    return ".".join(part for part in parts[first:] if not part.isdigit())
+    return ".".join(part for part in parts[first:] if not part.isdigit()) or name.removesuffix(".weight")
 
 
 def before_and_after(tau: TaskVector, moved: TaskVector) -> dict[str, list[float]]:
