@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -325,20 +325,29 @@ def dump_settings(settings: Settings) -> str:
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
 
 
+def _fields_at(cls: type[BaseModel], place: Sequence[str]) -> list[str]:
+    """Of the settings themselves, or of those in a list of them (the moves of a fleet)."""
+    if not place:
+        return list(cls.model_fields)
+    held = [each for each in get_args(cls.model_fields[place[0]].annotation) if isinstance(each, type)]
+    return [name for each in held if issubclass(each, BaseModel) for name in each.model_fields]
+
+
 def _all_errors(cls: type[Settings], error: ValidationError, file: Path | None) -> TaskferryError:
     lines = []
     for item in error.errors():
-        name = str(item["loc"][0]) if item["loc"] else ""
+        *place, name = map(str, item["loc"] or ("",))
+        inside = f"{'.'.join(place)}: " if place else ""
         if item["type"] == "missing":
-            lines.append(f"--{name.replace('_', '-')} is missing")
+            lines.append(f"{inside}{name} is missing" if inside else f"--{name.replace('_', '-')} is missing")
         elif item["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(name, cls.model_fields, 1)
-            lines.append(f"unknown setting '{name}'" + (f", did you mean {close[0]}?" if close else ""))
+            close = difflib.get_close_matches(name, _fields_at(cls, place), 1)
+            lines.append(f"{inside}unknown setting '{name}'" + (f", did you mean {close[0]}?" if close else ""))
         else:
-            lines.append(f"{name}: {item['msg'].removeprefix('Value error, ')}".removeprefix(": "))
+            lines.append(f"{inside}{name}: {item['msg'].removeprefix('Value error, ')}".removeprefix(": "))
     where = f" in {file}" if file else ""
     more = f"; `taskferry {cls.command} --help` lists all" if cls.command else ""
     sentence = f"settings{where}: " + "; ".join(dict.fromkeys(lines))
-    if all(item["type"] == "missing" for item in error.errors()):
+    if all(item["type"] == "missing" and len(item["loc"]) == 1 for item in error.errors()):
         return MissingSettings(sentence, more, [str(item["loc"][0]) for item in error.errors()])
     return TaskferryError(sentence + more)

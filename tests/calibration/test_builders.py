@@ -85,3 +85,11 @@ def test_each_model_gets_its_own_image_transform() -> None:
     alignment = fit(A, B, calibration)
     assert {q.rows for q in alignment.quality_in.values()} <= {20 * 37, 20 * 36}
     assert len(alignment.pairs) == 3 * 6 + 1
+
+
+def test_what_makes_no_samples_is_refused() -> None:
+    tokenizer = train("pieces")
+    with pytest.raises(TaskferryError, match="one text was given: give a list"):
+        text_calibration("abc", tokenizer)
+    with pytest.raises(TaskferryError, match="micro-batches of 0 samples"):
+        text_calibration(TEXTS, tokenizer, micro_batch=0)

@@ -167,6 +167,11 @@ def test_an_output_that_exists(world: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "mine.txt").read_text() == "keep"
 
 
+@pytest.mark.parametrize(("out", "says"), [("/", "/ exists: give another --out"), ("n" * 300, "give a shorter --out")])
+def test_a_place_that_cannot_be_written(out: str, says: str, world: Path, tmp_path: Path) -> None:
+    refused(world, tmp_path, says, out=tmp_path / out)
+
+
 def test_files_that_are_not_what_they_say(world: Path, tmp_path: Path) -> None:
     import pickle
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from taskferry import LanguageModel, LinearProbe, Prototypes
+from taskferry import LanguageModel, LinearProbe, Prototypes, TaskferryError
 from taskferry.calibration.batch import Batch
 from taskferry.evaluation import evaluate
 from tests.helpers import tiny
@@ -56,3 +56,8 @@ def test_an_encoder_decoder_predicts_every_label() -> None:
     with torch.no_grad():
         by_hand = model(**same.inputs).loss
     assert evaluate(model, [same], LanguageModel()).loss == pytest.approx(float(by_hand), rel=1e-5)
+
+
+def test_a_head_that_is_made_from_samples_needs_some() -> None:
+    with pytest.raises(TaskferryError, match=r"prototypes.*needs samples that it is made from"):
+        evaluate(torch.nn.Linear(1, 1), [], Prototypes())

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from tests.helpers import folders
 from tests.helpers.command import Ran, taskferry
 from tests.helpers.texts import SECOND, TEXTS
-from tests.helpers.tiny import relative
+from tests.helpers.tiny import hf, relative
 
 pytest.importorskip("peft")
 pytest.importorskip("datasets")
@@ -100,6 +101,33 @@ def test_peft_loads_the_moved_head_and_gives_the_predicted_logits(world: Path, t
     assert not any("classifier" in name for name in record["ignored"])
     config = json.loads((out / "adapter_config.json").read_text())
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["classifier"])
+
+
+def test_the_head_of_an_image_model_moves(tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    name = "ViTForImageClassification"
+    for place, width, seed in (("a", 16, 1), ("b", 24, 2)):
+        torch.manual_seed(seed)
+        model = hf("ViTModel", width, 2, image_size=32, patch_size=8, initializer_range=0.2)
+        model.save_pretrained(tmp_path / place)
+        folders.sees(tmp_path / place)
+    adapter(tmp_path / "a", tmp_path / "lora", name, ["q_proj", "v_proj"], "classifier", modules_to_save=["classifier"])
+    folders.pictures(tmp_path / "data")
+    given = ["--source-base", tmp_path / "a", "--source-tuned", tmp_path / "lora", "--target-base", tmp_path / "b"]
+    more = ["--calibration", tmp_path / "data", "--scale", 0.5, "--method", "bico", "--head", "move"]
+    record = taskferry("transfer", *given, *more, "--out", tmp_path / "out", "--json").json
+    samples = [str(path) for path in sorted((tmp_path / "data").rglob("*.png"))]
+    said = []
+    for base, lora in (("a", "lora"), ("b", "out")):
+        plain = getattr(transformers, name).from_pretrained(tmp_path / base, num_labels=CLASSES)
+        tuned = peft.PeftModel.from_pretrained(plain, tmp_path / lora).eval()
+        reader = transformers.AutoImageProcessor.from_pretrained(tmp_path / base)
+        with torch.no_grad():
+            said.append(tuned(**reader([Image.open(path) for path in samples], return_tensors="pt")).logits.argmax(1))
+    agreement = float((said[0] == said[1]).double().mean())
+    assert record["head"]["agreement"] == pytest.approx(agreement, abs=1e-3)
 
 
 def test_a_head_stays_unless_it_is_asked_for(world: Path, tmp_path: Path) -> None:

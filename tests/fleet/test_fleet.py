@@ -26,7 +26,7 @@ from taskferry.fleet.move import RECORD, WEIGHTS, OpenAlignment, move_batch
 from taskferry.fleet.store import Store
 from taskferry.settings import FleetSettings, Move
 from tests.helpers import folders
-from tests.helpers.command import taskferry
+from tests.helpers.command import Ran, taskferry
 from tests.helpers.tiny import relative
 
 pytest.importorskip("ray")
@@ -91,6 +91,7 @@ def test_every_adapter_is_moved_once_and_poison_stops_nobody(world: Path, tmp_pa
     assert set(reasons) == {"truncated", "nan", "shape", "no-config", "hostile <b>", "wrong-base"}
     assert "not finite" in reasons["nan"]
     assert "another base" in reasons["wrong-base"]
+    assert any("not finite" in reason for reason in summary["reasons"])
     page = (out / "summary.html").read_text()
     assert "<script>" not in page
     assert "hostile &lt;b&gt;" in page
@@ -178,6 +179,7 @@ def test_parts_of_a_manifest_are_written_once_and_later_ones_win(address: str, t
     for _, name in keys:
         store.make(f"b--{name}")
         store.write_text(f"b--{name}/taskferry.json", "{}")
+        store.write_text(f"b--{name}/{WEIGHTS}", "")
     first.add([fleet.Moved("lora-0", "b", "done"), fleet.Moved("lora-1", "b", "failed", "why")])
     first.add([fleet.Moved("lora-2", "b", "done"), fleet.Moved("gone", "b", "done")])
     second = fleet.Manifest.open(store, wanted)
@@ -210,10 +212,35 @@ def test_a_fleet_with_other_maps_scale_or_adapters_is_moved_again(world: Path, t
     assert all(half[name] != first[name] for name in first)
     shutil.rmtree(out / "b--good-0")
     assert moved(scale=0.5) == half
+    (out / "b--good-0" / WEIGHTS).unlink()  # its record is still there
+    assert moved(scale=0.5) == half
     shutil.copyfile(world / "adapters" / "good-2" / WEIGHTS, adapters / "good-1" / WEIGHTS)
     last = moved(scale=0.5)
     assert last["b--good-0"] == half["b--good-0"]
     assert last["b--good-1"] != half["b--good-1"]
+    record = json.loads((out / "b--good-0" / "taskferry.json").read_text())
+    assert str(adapters / "good-0") in record["command"]
+
+
+def test_a_fleet_says_what_does_not_fit(world: Path, tmp_path: Path) -> None:
+    """Another target, adapters of several bases, and settings of a move that nobody knows."""
+    adapters, out = tmp_path / "adapters", tmp_path / "moved"
+    for i in range(2):
+        shutil.copytree(world / "adapters" / f"good-{i}", adapters / f"good-{i}")
+    config = adapters / "good-1" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "another/base"}))
+    file = plan(world, out)
+    given = yaml.safe_load(file.read_text()) | {"adapters": str(adapters)}
+    move = given["moves"][0]
+
+    def ran(code: int, **changed: Any) -> Ran:
+        file.write_text(yaml.safe_dump({**given, "moves": [{**move, **changed}]}))
+        return taskferry("fleet", file, "--json", code=code)
+
+    assert "moves.0: unknown setting 'target_bas', did you mean target_base?" in ran(2, target_bas="x").err
+    said = " ".join(ran(2, target_base=str(world / "base-a")).err.split())
+    assert "base-a is not the target that this alignment was fitted on: encoder.layer.0" in said
+    assert ran(0).json["bases"] == {str(world / "base-a"): 1, "another/base": 1}
 
 
 def test_a_fleet_whose_outputs_would_overwrite_each_other_is_refused(world: Path, tmp_path: Path) -> None:

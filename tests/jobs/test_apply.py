@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,51 @@ def test_a_base_without_its_pooler_is_known_again(tmp_path: Path) -> None:
     taskferry("fit", *pair, "--calibration", tmp_path / "texts.jsonl", "--samples", 12, "--out", tmp_path / "maps")
     taskferry("apply", tmp_path / "maps", tmp_path / "tuned", *pair, "--out", tmp_path / "out")
     assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_another_target_is_refused(tmp_path: Path) -> None:
+    for name, width, depth in (("a", 16, 2), ("b", 24, 2), ("c", 32, 2), ("d", 24, 1)):
+        folders.causal(tmp_path / name, "LlamaForCausalLM", width, depth, width)
+    folders.lora(tmp_path / "a", tmp_path / "lora", ["q_proj"], task_type="CAUSAL_LM")
+    folders.prompts(tmp_path / "prompts.jsonl")
+    taskferry("fit", "--source-base", tmp_path / "a", "--target-base", tmp_path / "b", "--calibration",
+              tmp_path / "prompts.jsonl", "--samples", 6, "--method", "bico", "--out", tmp_path / "maps")  # fmt: skip
+    given = ["apply", tmp_path / "maps", tmp_path / "lora"]
+    for wrong, says in (("c", "is there of shape (32, 32)"), ("d", "model.layers.1.self_attn.q_proj.weight")):
+        ran = taskferry(*given, "--target-base", tmp_path / wrong, "--out", tmp_path / "out", code=2)
+        assert "is not the target that this alignment was fitted on" in " ".join(ran.err.split())
+        assert says in " ".join(ran.err.split())
+    taskferry(*given, "--target-base", tmp_path / "b", "--out", tmp_path / "out")
+    taskferry(*given, "--target-base", "a/name", "--out", tmp_path / "named")
+
+
+def test_an_adapter_with_names_of_an_older_release(tmp_path: Path) -> None:
+    """As `transfer` reads it: ViT's layers had other names."""
+    from safetensors.torch import load_file, save_file
+
+    for place, width, seed in (("a", 16, 1), ("b", 24, 2)):
+        torch.manual_seed(seed)
+        hf("ViTModel", width, 2, image_size=32, patch_size=8, initializer_range=0.2).save_pretrained(tmp_path / place)
+        folders.sees(tmp_path / place)
+    model = transformers.ViTModel.from_pretrained(tmp_path / "a")
+    names = [name for name, _ in model.named_modules()]
+    query = next(name for name in ("q_proj", "query") if any(each.endswith(f".{name}") for each in names))
+    folders.lora(tmp_path / "a", tmp_path / "lora", [query])
+    shutil.copytree(tmp_path / "lora", tmp_path / "old")
+    weights = tmp_path / "old" / "adapter_model.safetensors"
+    state = load_file(weights)
+
+    def older(name: str) -> str:
+        place = name.replace(".layers.", ".encoder.layer.").replace(f".{query}.", ".attention.query.")
+        return place.replace(".attention.attention.attention.", ".attention.attention.")
+
+    save_file({older(name): tensor for name, tensor in state.items()}, weights)
+    assert set(load_file(weights)) != set(state)
+    folders.pictures(tmp_path / "data")
+    taskferry("fit", "--source-base", tmp_path / "a", "--target-base", tmp_path / "b", "--calibration",
+              tmp_path / "data", "--method", "bico", "--out", tmp_path / "maps")  # fmt: skip
+    for name in ("lora", "old"):
+        taskferry("apply", tmp_path / "maps", tmp_path / name, "--out", tmp_path / f"moved-{name}")
+    found = [load_file(tmp_path / f"moved-{name}" / "adapter_model.safetensors") for name in ("lora", "old")]
+    assert set(found[0]) == set(found[1])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

@@ -101,6 +101,8 @@ def in_micro_batches(
     n: int, size: int, batch: Callable[[Any, range], Batch], side_A: Any, side_B: Any | None = None
 ) -> Calibration:
     """Consecutive micro-batches of n samples, each prepared for both models; one preparation serves both if alone."""
+    if size < 1:
+        raise TaskferryError(f"micro-batches of {size} samples: one is the least")
     return _in_chunks([range(start, min(start + size, n)) for start in range(0, n, size)], batch, side_A, side_B)
 
 
@@ -142,6 +144,8 @@ def _labels(labels: Sequence[int] | None, chosen: range) -> Tensor | None:
 
 
 def _check_sizes(samples: Sequence[Any], pairs: Sequence[Any] | None, labels: Sequence[int] | None) -> None:
+    if isinstance(samples, str):
+        raise TaskferryError("one text was given: give a list of them, about a hundred")
     for name, other in (("second texts", pairs), ("labels", labels)):
         if other is not None and len(other) != len(samples):
             raise TaskferryError(f"{len(samples)} samples but {len(other)} {name}")

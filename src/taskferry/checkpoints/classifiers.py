@@ -15,8 +15,8 @@ from taskferry.checkpoints.huggingface import imported
 from taskferry.checkpoints.loaded import Loaded
 from taskferry.errors import TaskferryError
 
-KIND = "ForSequenceClassification"
-_SCORING = (KIND, "ForImageClassification", "ForImageClassificationWithTeacher")  # one answer for each sample
+# One answer for each sample.
+_SCORING = ("ForSequenceClassification", "ForImageClassification", "ForImageClassificationWithTeacher")
 _UNNAMED = re.compile(r"(LABEL_)?[0-9]+")
 
 
@@ -27,7 +27,7 @@ def headed(loaded: Loaded, head: str, classes: int) -> nn.Module:
     """
     model: Any = loaded.model
     config = _config(loaded)
-    if type(model).__name__.endswith(KIND):
+    if config is not None and has_own_head(model):
         if config.num_labels != classes:
             raise TaskferryError(
                 f"{loaded.given} has {config.num_labels} classes, the head of the adapter {classes}: the head cannot "
@@ -79,8 +79,9 @@ def _around(loaded: Loaded, classes: int) -> Any:
     """transformers' classifier of the model's kind, with the model in place of its body."""
     transformers, accelerate = imported("transformers"), imported("accelerate")
     config = copy.deepcopy(_config(loaded))
-    known = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    if config is None or type(config) not in known:
+    kinds = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+    known = next((kind for kind in kinds if type(config) in kind), None)
+    if config is None or known is None:
         raise TaskferryError(
             f"transformers has no classifier of the kind of {loaded.given}, a {type(loaded.model).__name__}: give "
             "--head keep"

@@ -6,6 +6,7 @@ import importlib
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,23 @@ def older_names(model: nn.Module) -> Callable[[str], str] | None:
     except (ImportError, AttributeError):
         return None
     return lambda name: str(rename(name, renamings, [])[0])
+
+
+def older_names_of(kind: str) -> Callable[[str], str]:
+    """The same for a class by its name; the class is looked at when a name is asked for."""
+
+    @cache
+    def known() -> Callable[[str], str]:
+        try:
+            transformers, accelerate = imported("transformers"), imported("accelerate")
+            cls = getattr(transformers, kind)
+            with accelerate.init_empty_weights():
+                found = older_names(cls._from_config(cls.config_class()))
+        except Exception:  # no class of this release: names are what they are
+            found = None
+        return found or str
+
+    return lambda name: known()(name)
 
 
 def write(target: Loaded, tau: TaskVector, folder: Path) -> None:

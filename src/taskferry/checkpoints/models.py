@@ -129,11 +129,12 @@ def load_pair(source: str, target: str, devices: tuple[str, str], dtype: str = "
     return pair
 
 
-def load_tuned(given: str, base: Loaded) -> Tuned:
+def load_tuned(given: str | Path, base: Loaded) -> Tuned:
     """τ of a tuned model, a PEFT LoRA adapter, a state file or a saved task vector, on the given base.
 
     The first two are a folder or a hub id: only what the hub gives says which.
     """
+    given = str(given)
     path = Path(resolve(given))
     if is_adapter(path):
         lora = is_lora(path)

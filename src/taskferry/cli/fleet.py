@@ -63,6 +63,9 @@ def run(plan: PlanFile, quiet: Quiet = False, as_json: Json = False) -> None:
         )
         for reason, count in list(summary["reasons"].items())[:5]:
             console.print(f"[dim]  {count} failed: {plain(reason)}[/]")
+        if len(summary["bases"]) > 1:
+            told = ", ".join(f"{plain(base)} ({count})" for base, count in list(summary["bases"].items())[:5])
+            console.print(f"[yellow]  adapters were made on {len(summary['bases'])} bases: {told}[/]")
         console.print(f"[dim]  what became of each: {plain(summary['manifest'])}[/]")
         console.print(f"[bold]next[/]   open {plain(settings.out)}/summary.html; fix what failed and run it again")
     if summary["failed"]:

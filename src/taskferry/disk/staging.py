@@ -12,17 +12,22 @@ from taskferry.disk.files import sync, writing
 from taskferry.disk.temporary import sweep, temporary_folder
 from taskferry.errors import TaskferryError
 
+LONGEST = 200  # bytes of a name: file systems have 255, and what lies beside it while it is written has a longer one
+
 
 def check_free(out: Path) -> None:
     """Refuse an output that exists or cannot exist, before any work is done."""
     out = out.absolute()  # "." has no name of its own
+    if len(os.fsencode(out.name)) > LONGEST:
+        raise TaskferryError(f"the name {out.name[:40]}… has more than {LONGEST} bytes: give a shorter --out")
     above = next((p for p in out.parents if p.exists()), None)
     if above is not None and not above.is_dir():
         raise TaskferryError(f"{above} is a file, so {out} cannot be written: give another --out")
     if out.exists() or out.is_symlink():
         # A run that was killed after its last step has left these.
         sweep(out.parent, out.name[:80])
-        shutil.rmtree(_groups(out), ignore_errors=True)
+        if out.name:
+            shutil.rmtree(_groups(out), ignore_errors=True)
         raise TaskferryError(f"{out} exists: give another --out, or remove it")
 
 

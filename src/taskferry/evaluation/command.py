@@ -39,7 +39,8 @@ def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -
     objective = _objective(settings, loaded, test)
     if isinstance(objective, Classifier) and objective.fitted and shots is None:
         raise TaskferryError(
-            f"{type(loaded.model).__name__} has no head of its own: give --shots, samples that one is made from"
+            f"{type(loaded.model).__name__} is scored here by {objective.words}: give --shots, samples that it is made "
+            "from"
         )
     pool = Pool(test, loaded, max_length=settings.max_length)
     batches = LazyBatches(pool, sorted(choose(len(test), settings.test_samples)), settings.micro_batch)

@@ -59,6 +59,8 @@ def evaluate(
     total = 0.0
     answers = None
     choosing = isinstance(objective, Classifier | Contrastive)
+    if isinstance(objective, Classifier) and objective.fitted and not shots:
+        raise TaskferryError(f"{objective.words} needs samples that it is made from: evaluate(…, shots=…)")
     if isinstance(objective, Classifier):
         logits = objective.logits(model, shots)
     elif isinstance(objective, LanguageModel):

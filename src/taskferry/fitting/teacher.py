@@ -28,7 +28,9 @@ from taskferry.fitting.scale import moved_by
 def teacher_model(source: Loaded, tuned: Tuned | None) -> Iterator[Loaded]:
     """The tuned source: base + τ where that is all of it, or as it was saved, with its head."""
     if tuned is None:
-        raise TaskferryError("labels from the teacher need the tuned source: give --source-tuned")
+        raise TaskferryError(
+            "labels from the teacher need the tuned source in memory: give --source-tuned and --engine whole, or labels"
+        )
     whole = tuned.adapter is None and Path(resolve(tuned.given)).is_dir()
     if not whole:
         check_whole(tuned, "give labels")

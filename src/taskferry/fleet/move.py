@@ -36,6 +36,7 @@ class Moved:
     reason: str = ""
     seconds: float = 0.0  # its share of its batch
     again: bool = False  # whether the output was there already, made from the same input
+    base: str = ""  # what it calls the base that it was made on
     stamp: str = ""  # of the alignment, the scale and the adapter's files: done once for these
 
 
@@ -80,7 +81,7 @@ def move_batch(
     except Exception:  # one of them cannot be moved: each for itself, then
         taus = [None] * len(read)
     for found, tau in zip(read, taus, strict=True):
-        ended[found.name] = _write(opened, move, found, tau, outputs, scale)
+        ended[found.name] = _write(opened, move, found, tau, inputs, outputs, scale)
     moved = [found for found in ended.values() if isinstance(found, Moved)]
     outputs.settle(place_of(move.name, each.adapter) for each in moved if each.status == "done" and not each.again)
     seconds = (time.perf_counter() - started) / max(1, len(moved))
@@ -105,13 +106,14 @@ def _read(opened: OpenAlignment, move: str, name: str, inputs: Store, outputs: S
 
 
 def _write(
-    opened: OpenAlignment, move: Move, read: Read, tau: TaskVector | None, outputs: Store, scale: float
+    opened: OpenAlignment, move: Move, read: Read, tau: TaskVector | None, inputs: Store, outputs: Store, scale: float
 ) -> Moved:
     """What `taskferry apply` would write."""
     place = place_of(move.name, read.name)
-    given = {"alignment": move.alignment, "source_tuned": read.name, "target_base": move.target_base}
+    came = f"{inputs.address}/{read.name}"
+    given = {"alignment": move.alignment, "source_tuned": came, "target_base": move.target_base}
     settings = ApplySettings(**given, scale=scale, out=Path(place))
-    words = ["taskferry", "apply", move.alignment, read.name, "--target-base", move.target_base, "--scale", scale]
+    words = ["taskferry", "apply", move.alignment, came, "--target-base", move.target_base, "--scale", scale]
     try:
         moved = opened.alignment.apply(read.adapter.tau) if tau is None else tau
         with outputs.staged(place, last=RECORD) as stage:
@@ -131,7 +133,7 @@ def _write(
             finish(stage, record, settings, adapter=True)
     except Exception as error:
         return failed(read.name, move.name, error)
-    return Moved(read.name, move.name, "done")
+    return Moved(read.name, move.name, "done", base=str(read.adapter.config.get("base_model_name_or_path") or ""))
 
 
 def failed(name: str, move: str, error: Exception) -> Moved:

@@ -26,11 +26,13 @@ from typing import Any
 import torch
 
 from taskferry.alignment import Alignment
+from taskferry.checkpoints.adapters import WEIGHTS
 from taskferry.disk.inputs import stamp
 from taskferry.errors import TaskferryError, first_line
 from taskferry.fleet.move import FILES, Moved, OpenAlignment, failed, move_batch, place_of
 from taskferry.fleet.store import Store
 from taskferry.fleet.summary import summary_page
+from taskferry.jobs.apply import check_fits
 from taskferry.jobs.record import RECORD
 from taskferry.settings import FleetSettings, Move
 
@@ -65,7 +67,7 @@ class Manifest:
                 states[moved.move, moved.adapter] = moved
             except (ValueError, TypeError):
                 continue  # the last line of a driver that was killed
-        there = store.stamps([RECORD])
+        there = store.holding([RECORD, WEIGHTS])
         done = {
             key: state
             for key, stamp in wanted.items()
@@ -128,6 +130,7 @@ def run_fleet(settings: FleetSettings, reporter: FleetReporter | None = None) ->
         "seconds": round(seconds, 2),
         "adapters_a_second": round((sum(counts.values()) - before) / seconds, 2),
         "reasons": _reasons(manifest.states.values()),
+        "bases": _bases(manifest.states.values()),
         "manifest": f"{outputs.address}/{MANIFEST}",
     }
     outputs.write_text("summary.json", json.dumps(summary, indent=1) + "\n")
@@ -193,9 +196,15 @@ def _batches(
 ) -> Iterator[tuple[list[Any], Move, list[str]]]:
     for move, names in work:
         # Inside a list it is not fetched for every batch: a worker asks for it once.
-        alignment = [ray.put(_portable(Alignment.load(move.alignment)))] if names else []
+        alignment = [ray.put(_portable(_checked(move)))] if names else []
         for i in range(0, len(names), size):
             yield alignment, move, names[i : i + size]
+
+
+def _checked(move: Move) -> Alignment:
+    alignment = Alignment.load(move.alignment)
+    check_fits(alignment, move.target_base)
+    return alignment
 
 
 def _move_batch(
@@ -226,8 +235,13 @@ def _from_portable(portable: Mapping[str, Any]) -> Alignment:
 
 def _reasons(states: Iterable[Moved]) -> dict[str, int]:
     """How often each kind of failure, the most frequent first."""
-    kinds = Counter(state.reason.split(":")[-1].strip()[:120] for state in states if state.status == "failed")
+    kinds = Counter(state.reason.replace(state.adapter, "…")[:240] for state in states if state.status == "failed")
     return dict(kinds.most_common())
+
+
+def _bases(states: Iterable[Moved]) -> dict[str, int]:
+    """What the adapters call the base that they were made on: one, where nothing got in by mistake."""
+    return dict(Counter(state.base for state in states if state.base).most_common())
 
 
 def _ray() -> Any:

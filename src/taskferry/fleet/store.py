@@ -61,6 +61,15 @@ class Store:
                 found.setdefault(folder, []).append(" ".join([name, *known]))
         return {folder: "; ".join(sorted(stamps)) for folder, stamps in found.items()}
 
+    def holding(self, names: Iterable[str]) -> set[str]:
+        """The folders that hold all of these files, by a listing."""
+        wanted = set(names)
+        found: dict[str, set[str]] = {}
+        for path in self.fs.find(self.root, maxdepth=2):
+            *_, folder, name = str(path).split("/")
+            found.setdefault(folder, set()).add(name)
+        return {folder for folder, held in found.items() if wanted <= held}
+
     def read_text(self, name: str) -> str:
         """A small file, or nothing."""
         try:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from taskferry.alignment import Alignment
-from taskferry.checkpoints import Adapter, Loaded, Skeleton, Tuned, is_adapter, load_model, load_tuned, read_adapter
+from taskferry.checkpoints import (
+    Adapter,
+    Loaded,
+    Skeleton,
+    Tuned,
+    huggingface,
+    is_adapter,
+    load_model,
+    load_tuned,
+    read_adapter,
+)
 from taskferry.checkpoints.models import resolve
 from taskferry.disk.files import hash_parameters
 from taskferry.disk.inputs import Inputs
@@ -42,6 +53,7 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
         target = _base(alignment, "target", settings.target_base)
     else:
         target = target_skeleton(alignment)
+        check_fits(alignment, settings.target_base)
     final, cut = in_form(settings, kind, settings.scale * moved)
     table = alignment.table()
     record = apply_record(command, settings, inputs.hashes(), alignment, table, final, tuned, **cut)
@@ -92,13 +104,30 @@ def source_skeleton(alignment: Alignment) -> Skeleton:
     """What an adapter must fit to pass through an alignment."""
     prefix = alignment.model("source").get("prefix", "")
     sites = [pair.source for pair in alignment.pairs]
-    return Skeleton.from_sites(alignment.source_parameters, sites, prefix).in_all_blocks()
+    known = Skeleton.from_sites(alignment.source_parameters, sites, prefix).in_all_blocks()
+    return replace(known, older=huggingface.older_names_of(alignment.model("source")["class"]))
 
 
 def target_skeleton(alignment: Alignment) -> Skeleton:
     """What it will fit then."""
     prefix = alignment.model("target").get("prefix", "")
     return Skeleton.from_sites(alignment.target_parameters, [pair.target for pair in alignment.pairs], prefix)
+
+
+def check_fits(alignment: Alignment, target_base: str | None) -> None:
+    """Refuse a folder whose layers are not those that the maps lead to; its weights are not read."""
+    if target_base is None or not Path(target_base).is_dir() or not huggingface.owns(target_base):
+        return  # a name that is written into the adapter
+    model, _ = huggingface.skeleton(Path(target_base), weights=False)
+    there = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    for name in dict.fromkeys(pair.target.weight for pair in alignment.pairs):
+        wanted = alignment.target_parameters[name]
+        if there.get(name) != wanted:
+            found = f"there of shape {there[name]}" if name in there else "not there"
+            raise TaskferryError(
+                f"{target_base} is not the target that this alignment was fitted on: {name} of shape {wanted} is "
+                f"{found}; give the base that it was fitted on, or fit an alignment for this one"
+            )
 
 
 def _tuned_for(settings: ApplySettings, path: Path, alignment: Alignment) -> Tuned:

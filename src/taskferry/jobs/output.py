@@ -72,7 +72,7 @@ def packed(kind: str, tau: TaskVector, adapter: Adapter | None) -> str:
     )
     if left <= came:
         return ""
-    return f" Rank {left} (it came with {came}) where the target packs several matrices in one: servers need to know."
+    return f" Rank {left} (it came with {came}) where several matrices of the source meet in one: servers need to know."
 
 
 def write_output(
