@@ -142,6 +142,7 @@ def test_fit_once_and_apply_many(world: Path, tmp_path: Path) -> None:
     assert "lm_head" in taskferry("inspect", world / "llama").out
     assert "moved at scale 0.5" in taskferry("inspect", tmp_path / "full").out
     assert "21 of the" in taskferry("doctor", world / "llama", world / "other").out
+    assert "linear layers; a second model" in " ".join(taskferry("doctor", world / "llama").out.split())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])

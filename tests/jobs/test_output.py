@@ -81,3 +81,25 @@ def test_the_verdict_is_that_of_what_is_written(world: Path, tmp_path: Path) -> 
     assert calibration_loss(target.model, loss, shots) == pytest.approx(ran.json["verdict"]["loss_before"], rel=1e-4)
     read_adapter(tmp_path / "low", Skeleton.of(target.model)).tau.add_to(target.model)
     assert calibration_loss(target.model, loss, shots) == pytest.approx(ran.json["verdict"]["loss_after"], rel=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["whole", "blockwise"])
+@pytest.mark.parametrize(("size", "told"), [(1e-4, True), (0.05, False)])
+def test_a_change_that_the_digits_have_no_room_for_is_told(
+    world: Path, tmp_path: Path, engine: str, size: float, told: bool
+) -> None:
+    """A full model in bfloat16: what is lost is what the file shows."""
+    half = folders.save(load_model(str(world / "wide")).model, tmp_path / "half", dtype=torch.bfloat16)
+    tuned = folders.shifted(world / "bert", tmp_path / "tuned", size=size)
+    given = ["--source-base", world / "bert", "--source-tuned", tuned, "--calibration", world / "texts.jsonl"]
+    more = ["--target-base", half, "--method", "bico", "--scale", 1]
+    said = taskferry("transfer", *given, *more, "--engine", engine, "--out", tmp_path / "out", "--json").json
+    said = said["verdict"]["sentence"]
+    assert ("Rounding to bfloat16" in said) == told
+    if told:
+        taskferry("transfer", *given, *more, "--as-task-vector", "--out", tmp_path / "exact")
+        exact = TaskVector.load(tmp_path / "exact" / "task_vector.safetensors").dense()
+        before, after = (dict(load_model(str(tmp_path / name)).model.named_parameters()) for name in ("half", "out"))
+        lost = sum(float((after[n] - before[n] - d).square().sum()) for n, d in exact.deltas.items())
+        share = min(1.0, lost / exact.norm() ** 2)
+        assert f"loses {share:.0%} of the change" in said

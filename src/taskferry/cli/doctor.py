@@ -38,7 +38,7 @@ def run(
 ) -> None:
     """Say what is installed, what is missing, and what would move between two models."""
     with waiting(as_json):
-        report = {**installed(), **({} if source is None or target is None else pair(source, target))}
+        report = {**installed(), **({} if source is None else one(source) if target is None else pair(source, target))}
     if as_json:
         print_json(report)
         return
@@ -67,6 +67,16 @@ def installed() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             report[package] = f"missing: pip install 'taskferry[{extra}]'"
     return report
+
+
+def one(model: str) -> dict[str, Any]:
+    """What there is to move in a model."""
+    from taskferry.checkpoints import load_model
+    from taskferry.sites.discovery import find_sites
+
+    loaded = load_model(model)
+    layers = f"{len(find_sites(loaded.model))} linear layers; a second model says what would move between the two"
+    return {"model": type(loaded.model).__name__, "has": layers}
 
 
 def pair(source: str, target: str) -> dict[str, Any]:

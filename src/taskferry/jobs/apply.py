@@ -24,7 +24,7 @@ from taskferry.disk.files import hash_parameters
 from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
-from taskferry.jobs.output import dequantised, in_form, output_kind, packed, write_output
+from taskferry.jobs.output import dequantised, in_form, output_kind, packed, rounded, write_output
 from taskferry.jobs.record import Outcome, make_record, summary
 from taskferry.jobs.spectrum import energy_moved
 from taskferry.jobs.verdict import applied
@@ -57,7 +57,7 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
     final, cut = in_form(settings, kind, settings.scale * moved)
     table = alignment.table()
     record = apply_record(command, settings, inputs.hashes(), alignment, table, final, tuned, **cut)
-    record["verdict"]["sentence"] += dequantised(kind, target)
+    record["verdict"]["sentence"] += dequantised(kind, target) + rounded(kind, target, final)
     write_output(settings, kind, final, target, tuned.adapter, record, inputs)
     return Outcome(record, settings.out)
 

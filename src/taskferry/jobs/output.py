@@ -5,7 +5,7 @@ What was written is loaded again and compared with what was meant.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from taskferry.settings import ApplySettings, OutputSettings
 from taskferry.sites.discovery import block_paths, find_sites
 from taskferry.taskvector import Delta, LowRank, TaskVector, as_dense, match_names
 
+ROUNDING = 0.1  # of ‖τ‖²: more than this is told
 FORMS = {"lora": "a LoRA adapter", "model": "a full model", "task-vector": "a task vector"}
 
 
@@ -60,6 +61,38 @@ def dequantised(kind: str, target: Loaded | LazyModel | Skeleton) -> str:
         return ""
     precision = str(target.extra["dtype"]).removeprefix("torch.")
     return f" The target is stored in {stored}: the model is written dequantised, in {precision}."
+
+
+def rounded(kind: str, target: Loaded | LazyModel | Skeleton, tau: TaskVector) -> str:
+    """A sentence where the digits that a model is stored in have no room for much of a change."""
+    if kind != "model" or isinstance(target, Skeleton):
+        return ""
+    lost, total, name = 0.0, 0.0, ""
+    for before, delta in _changed(target, tau):
+        change = as_dense(delta).to(wide(before))
+        after = (wide(before) + change).to(before.dtype)
+        lost += float((wide(after) - wide(before) - change).double().square().sum())
+        total += float(change.double().square().sum())
+        name = str(before.dtype).removeprefix("torch.")
+    if lost <= ROUNDING * total:
+        return ""
+    return (
+        f" Rounding to {name}, in which the target is stored, loses {min(1.0, lost / total):.0%} of the change (‖τ‖²): "
+        f"give a target in float32{'' if isinstance(target, LazyModel) else ', or --as-task-vector'}."
+    )
+
+
+def _changed(target: Loaded | LazyModel, tau: TaskVector) -> Iterator[tuple[Tensor, Delta]]:
+    """The target's own numbers as they are written, with the change of each."""
+    if isinstance(target, LazyModel):
+        for name, delta in tau.deltas.items():
+            yield next(target.as_written([name]))[1], delta
+        return
+    base = dict(target.model.named_parameters())
+    names = match_names(tau.deltas, base)
+    for name, delta in tau.deltas.items():
+        value = base[names[name]].detach()
+        yield value.to(target.extra.get("dtype", value.dtype)), delta
 
 
 def packed(kind: str, tau: TaskVector, adapter: Adapter | None) -> str:

@@ -19,7 +19,7 @@ from taskferry.fitting.task_head import MovedHead, TaskHead
 from taskferry.fitting.teacher import check_whole
 from taskferry.jobs.forecast import foretold
 from taskferry.jobs.opening import Opened, cut_line, opened
-from taskferry.jobs.output import FORMS, dequantised, in_form, output_kind, packed, write_output
+from taskferry.jobs.output import FORMS, dequantised, in_form, output_kind, packed, rounded, write_output
 from taskferry.jobs.plan import plan_job, refining
 from taskferry.jobs.record import Outcome, Reporter, make_record, summary
 from taskferry.jobs.settings import TransferSettings
@@ -126,7 +126,7 @@ def transfer(
         helps = curve.helps or (refined is not None and refined.kept > 0)
         if not helps or not models.first:
             return Outcome(record, None)
-        record["verdict"]["sentence"] += dequantised(kind, models.target)
+        record["verdict"]["sentence"] += dequantised(kind, models.target) + rounded(kind, models.target, written)
         record["verdict"]["sentence"] += packed(kind, written, adapter)
         if moved_head is not None:
             record["verdict"]["sentence"] += told_of(moved_head)
