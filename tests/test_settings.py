@@ -65,3 +65,12 @@ def test_full_rank_is_another_result_where_samples_are_few() -> None:
     for R in fit(A, B, calibration, tiny.objective, map_rank="full").R_in.values():
         R = R.dense().double()
         assert relative(R @ R.T, torch.eye(len(R), dtype=R.dtype)) < 1e-5
+
+
+def test_a_wrong_value_is_told_without_the_kinds_that_were_tried() -> None:
+    with pytest.raises(TaskferryError) as raised:
+        load_settings(TransferSettings, None, {**GIVEN, "scale": "abc"})
+    said = str(raised.value)
+    assert "scale: Input should be a valid number" in said
+    assert "constrained" not in said
+    assert "literal" not in said

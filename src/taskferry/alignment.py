@@ -281,6 +281,16 @@ class Alignment:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
         return cls.from_tensors(tensors, header, str(path))
 
+    @staticmethod
+    def weights_to(path: str | Path) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the target's weights that it leads to, by the header of its file alone."""
+        with open_safetensors(path, FORMAT) as (_, header):
+            try:
+                names, shapes = (pair["target"]["weight"] for pair in header["pairs"]), header["target_parameters"]
+                return {str(name): tuple(shapes[name]) for name in names}
+            except (KeyError, TypeError) as error:
+                raise TaskferryError(f"{path}: a damaged alignment: {error!r}") from error
+
 
 def is_alignment(path: str | Path) -> bool:
     """Whether this is a file that `Alignment.save` wrote, damaged or not."""

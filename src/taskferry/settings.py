@@ -325,6 +325,16 @@ def dump_settings(settings: Settings) -> str:
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
 
 
+def _place(loc: Sequence[int | str]) -> list[str]:
+    """Where an error is: a setting, or one inside a list of them; not which kind of a choice was tried."""
+    parts = list(loc[:1]) or [""]
+    for part in loc[1:]:
+        if not isinstance(part, int) and not isinstance(parts[-1], int):
+            break
+        parts.append(part)
+    return list(map(str, parts))
+
+
 def _fields_at(cls: type[BaseModel], place: Sequence[str]) -> list[str]:
     """Of the settings themselves, or of those in a list of them (the moves of a fleet)."""
     if not place:
@@ -336,7 +346,7 @@ def _fields_at(cls: type[BaseModel], place: Sequence[str]) -> list[str]:
 def _all_errors(cls: type[Settings], error: ValidationError, file: Path | None) -> TaskferryError:
     lines = []
     for item in error.errors():
-        *place, name = map(str, item["loc"] or ("",))
+        *place, name = _place(item["loc"])
         inside = f"{'.'.join(place)}: " if place else ""
         if item["type"] == "missing":
             lines.append(f"{inside}{name} is missing" if inside else f"--{name.replace('_', '-')} is missing")

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from taskferry import TaskferryError, load_model, load_samples, load_tuned
+from taskferry.calibration.data import Samples
 from taskferry.engines.whole import WholePair
+from taskferry.fitting.heads import order_of
 from taskferry.fitting.preparation import Prepared, prepare
 from taskferry.settings import CalibrationSettings
 from taskferry.taskvector import TaskVector
@@ -116,7 +118,7 @@ def test_names_that_differ_are_refused(world: Path, tmp_path: Path) -> None:
         else:
             rows(tmp_path / "strange.jsonl", [strange, *NAMES[1:]])
             taskferry(*given)
-    with pytest.raises(TaskferryError, match=r"are numbers, and .* counts wolf, ant, cow, .* COW, WOLF, ANT"):
+    with pytest.raises(TaskferryError, match=r"by number, and .* counts wolf, ant, cow, .* cow, wolf, ant"):
         prepared(world, "b-turned", "counted.jsonl")
 
 
@@ -197,3 +199,70 @@ def test_names_for_folders_that_only_count(tmp_path: Path) -> None:
     (tmp_path / "classes.json").write_text('["tree", "cat"]')
     with pytest.raises(TaskferryError, match=r"the class 2, classes.json the names of 2"):
         load_samples(str(tmp_path / "data.jsonl"))
+
+
+def head_of(names: tuple[str, ...], classes: tuple[str, ...], **more: object) -> tuple[int, ...]:
+    samples = Samples("text", [], None, classes, "data.jsonl", **more)  # type: ignore[arg-type]
+    return order_of(names, len(names), samples, "the model")
+
+
+def test_a_name_that_a_head_has_twice_decides_nothing_for_the_others() -> None:
+    """ImageNet's head has two cranes."""
+    names = ("tench", "crane", "dog", "crane", "cat")
+    assert head_of(names, ("cat", "dog"), sorted=True) == (4, 2, 0, 1, 3)
+    for wrong, says in ((("cat", "crane"), "'crane', the head of the model more than once"), (("zebra",), "'zebra'")):
+        with pytest.raises(TaskferryError, match=says):
+            head_of(names, wrong, sorted=True)
+
+
+def test_names_that_count_are_the_numbers_of_the_head() -> None:
+    """As a pipeline of transformers prints them, or folders of pictures: sorted, 10 stands before 2."""
+    counted = tuple(f"LABEL_{i}" for i in range(12))
+    assert order_of((), 12, Samples("text", [], None, ("LABEL_1", "LABEL_10", "LABEL_2"), ""), "")[:3] == (1, 10, 2)
+    assert head_of(counted, counted) == ()
+    assert head_of(("a", "b", "c"), ("0", "2"), sorted=True) == (0, 2, 1)
+    with pytest.raises(TaskferryError, match="has the class 12, the head of the model 12 classes"):
+        head_of(counted, ("LABEL_12",))
+
+
+def test_classes_that_the_data_lacks_meet_by_name_as_well(world: Path, tmp_path: Path) -> None:
+    """Two classes of five in the data; the target has the other three in another order."""
+    names, order = ("wolf", "ant", "cow", "elk", "owl"), (0, 1, 4, 2, 3)
+    torch.manual_seed(3)
+    weight, found = torch.randn(5, 24), []
+    kind = transformers.BertForSequenceClassification
+    for place, at in (("a", (0, 1, 2, 3, 4)), ("straight", (0, 1, 2, 3, 4)), ("turned", order)):
+        body = world / ("bert" if place == "a" else "wide")
+        model = kind.from_pretrained(body, num_labels=5, id2label={i: names[k] for i, k in enumerate(at)})
+        model.classifier.weight.data = weight[list(at), : model.config.hidden_size].clone()
+        beside(folders.save(model, tmp_path / place), world / "bert")
+    folders.shifted(tmp_path / "a", tmp_path / "a-tuned", size=0.3, only="encoder")
+    rows(tmp_path / "two.jsonl", ["wolf", "ant"] * 6)
+    (tmp_path / "plain.jsonl").write_text((world / "plain.jsonl").read_text())
+    for data in ("two.jsonl", "plain.jsonl"):
+        for target in ("straight", "turned"):
+            _, pair, tau = prepared(tmp_path, target, data)
+            lesson = lesson_of(pair, tau)
+            found.append(float(lesson.loss(lesson.batch(range(12))).detach()))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[2] == pytest.approx(found[3], rel=1e-5)
+    other = kind.from_pretrained(tmp_path / "straight")
+    other.config.id2label = dict(enumerate(("wolf", "ant", "cow", "elk", "fox")))
+    beside(folders.save(other, tmp_path / "fox"), world / "bert")
+    _, pair, tau = prepared(tmp_path, "fox", "two.jsonl")
+    with pytest.raises(TaskferryError, match="it cannot teach them"):
+        lesson_of(pair, tau)
+
+
+def test_a_teacher_is_not_asked_for_the_labels_of_the_data(world: Path, tmp_path: Path) -> None:
+    rows(tmp_path / "where.jsonl", ["web", "book"] * 6)
+    settings = CalibrationSettings(calibration=str(tmp_path / "where.jsonl"), samples=12, labels="teacher")
+    A, B = load_model(str(world / "a")), load_model(str(world / "b-turned"))
+    found = prepare(settings, A, B, load_tuned(str(world / "a-tuned"), A))
+    assert found.taught
+
+
+def test_shots_that_are_sorted_number_no_head(world: Path, tmp_path: Path) -> None:
+    data = rows(tmp_path / "other.jsonl", ["x", "y", "z"] * 4)
+    given = ["evaluate", world / "a", "--test", data, "--shots", data, "--objective", "head"]
+    assert "the class 'x'" in taskferry(*given, code=2).err

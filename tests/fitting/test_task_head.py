@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.helpers import folders
 from tests.helpers.command import Ran, taskferry
 from tests.helpers.texts import SECOND, TEXTS
-from tests.helpers.tiny import hf, relative
+from tests.helpers.tiny import relative
 
 pytest.importorskip("peft")
 pytest.importorskip("datasets")
@@ -103,14 +103,17 @@ def test_peft_loads_the_moved_head_and_gives_the_predicted_logits(world: Path, t
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["classifier"])
 
 
-def test_the_head_of_an_image_model_moves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["ViT", "DeiT"])  # of the second transformers has two classifiers
+def test_the_head_of_an_image_model_moves(family: str, tmp_path: Path) -> None:
     import peft
     import transformers
 
-    name = "ViTForImageClassification"
+    name = f"{family}ForImageClassification"
     for place, width, seed in (("a", 16, 1), ("b", 24, 2)):
         torch.manual_seed(seed)
-        model = hf("ViTModel", width, 2, image_size=32, patch_size=8, initializer_range=0.2)
+        sizes = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 2 * width}
+        config = getattr(transformers, f"{family}Config")(**sizes, image_size=32, patch_size=8, initializer_range=0.2)
+        model = getattr(transformers, f"{family}Model")(config)
         model.save_pretrained(tmp_path / place)
         folders.sees(tmp_path / place)
     adapter(tmp_path / "a", tmp_path / "lora", name, ["q_proj", "v_proj"], "classifier", modules_to_save=["classifier"])

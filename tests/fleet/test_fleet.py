@@ -92,6 +92,8 @@ def test_every_adapter_is_moved_once_and_poison_stops_nobody(world: Path, tmp_pa
     assert "not finite" in reasons["nan"]
     assert "another base" in reasons["wrong-base"]
     assert any("not finite" in reason for reason in summary["reasons"])
+    inside = str(world / "adapters")
+    assert not [reason for reason in summary["reasons"] if inside in reason]
     page = (out / "summary.html").read_text()
     assert "<script>" not in page
     assert "hostile &lt;b&gt;" in page
@@ -163,6 +165,18 @@ def test_an_address_of_fsspec_is_as_good_as_a_folder(world: Path, monkeypatch: p
     assert move_batch(opened, MOVE, ["good-2"], inputs, outputs, 1.0)[0].status == "failed"
     assert not memory.exists(f"/fleet-out/b--good-2/{RECORD}")
     assert memory.exists(f"/fleet-out/b--*/{RECORD}")
+
+
+def test_the_same_failure_far_away_is_one_reason(world: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    for name in ("1", "a", "third"):
+        memory.put(f"{world / 'adapters' / 'good-2'}/", f"/fleet-bad/{name}/", recursive=True)
+        memory.pipe_file(f"/fleet-bad/{name}/{WEIGHTS}", b"no weights")
+    inputs, outputs = Store("memory://fleet-bad"), Store("memory://fleet-bad-out")
+    opened = OpenAlignment.of(Alignment.load(world / "a-to-b.alignment"))
+    moved = move_batch(opened, MOVE, inputs.adapters(), inputs, outputs, 1.0)
+    assert {each.status for each in moved} == {"failed"}
+    assert list(fleet._reasons(moved).values()) == [3]
 
 
 def broken(*given: Any, **named: Any) -> None:
@@ -238,7 +252,11 @@ def test_a_fleet_says_what_does_not_fit(world: Path, tmp_path: Path) -> None:
         return taskferry("fleet", file, "--json", code=code)
 
     assert "moves.0: unknown setting 'target_bas', did you mean target_base?" in ran(2, target_bas="x").err
-    said = " ".join(ran(2, target_base=str(world / "base-a")).err.split())
+    file.write_text(
+        yaml.safe_dump({**given, "moves": [move, {**move, "name": "c", "target_base": str(world / "base-a")}]})
+    )
+    said = " ".join(taskferry("fleet", file, code=2).err.split())  # before anything of the first move is done
+    assert not (out / "b--good-0").exists()
     assert "base-a is not the target that this alignment was fitted on: encoder.layer.0" in said
     assert ran(0).json["bases"] == {str(world / "base-a"): 1, "another/base": 1}
 

@@ -132,3 +132,16 @@ def test_an_adapter_with_names_of_an_older_release(tmp_path: Path) -> None:
     found = [load_file(tmp_path / f"moved-{name}" / "adapter_model.safetensors") for name in ("lora", "old")]
     assert set(found[0]) == set(found[1])
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_body_or_a_classifier_around_it_is_the_same_target(tmp_path: Path) -> None:
+    for name, width, seed in (("a", 16, 1), ("b", 24, 2)):
+        folders.encoder(tmp_path / name, width, 2, seed)
+    kind = transformers.BertForSequenceClassification
+    folders.save(kind.from_pretrained(tmp_path / "b", num_labels=3), tmp_path / "b-classifier")
+    folders.lora(tmp_path / "a", tmp_path / "lora", ["query"])
+    folders.texts(tmp_path / "texts.jsonl")
+    taskferry("fit", "--source-base", tmp_path / "a", "--target-base", tmp_path / "b", "--calibration",
+              tmp_path / "texts.jsonl", "--method", "bico", "--out", tmp_path / "maps")  # fmt: skip
+    given = ["apply", tmp_path / "maps", tmp_path / "lora", "--target-base", tmp_path / "b-classifier"]
+    taskferry(*given, "--out", tmp_path / "out")

@@ -17,7 +17,7 @@ from taskferry.errors import TaskferryError
 
 # One answer for each sample.
 _SCORING = ("ForSequenceClassification", "ForImageClassification", "ForImageClassificationWithTeacher")
-_UNNAMED = re.compile(r"(LABEL_)?[0-9]+")
+_COUNTED = re.compile(r"(?:LABEL_)?([0-9]{1,9})", re.ASCII)
 
 
 def headed(loaded: Loaded, head: str, classes: int) -> nn.Module:
@@ -58,7 +58,19 @@ def class_names(model: nn.Module) -> tuple[str, ...]:
     if not has_own_head(model) or set(known) != set(range(len(known))):
         return ()
     names = tuple(str(known[i]) for i in range(len(known)))
-    return () if all(_UNNAMED.fullmatch(name) for name in names) else names
+    return () if all(counted(name) is not None for name in names) else names
+
+
+def class_count(model: nn.Module) -> int:
+    """How many rows a head has; 0 where there is none."""
+    config = getattr(model, "config", None)
+    return int(getattr(model if config is None else config, "num_classes" if config is None else "num_labels", 0))
+
+
+def counted(name: str) -> int | None:
+    """The number in a name that only counts: LABEL_3, 003."""
+    found = _COUNTED.fullmatch(name.strip())
+    return None if found is None else int(found[1])
 
 
 def same_labels(source: Loaded, target: Loaded) -> None:
@@ -88,7 +100,8 @@ def _around(loaded: Loaded, classes: int) -> Any:
         )
     config.num_labels = classes
     with accelerate.init_empty_weights():
-        model = known[type(config)]._from_config(config)
+        kind = known[type(config)]
+        model = (kind[0] if isinstance(kind, tuple) else kind)._from_config(config)  # DeiT has a second, with a teacher
     body = getattr(model, model.base_model_prefix, None)
     if not isinstance(body, nn.Module) or type(body) is not type(loaded.model):
         raise TaskferryError(

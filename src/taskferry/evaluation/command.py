@@ -36,6 +36,7 @@ def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -
     shots = None if settings.shots is None else load_samples(settings.shots, label_column=settings.label_column)
     known = () if shots is None else shots.classes
     test = load_samples(settings.test, label_column=settings.label_column, classes=known, split=_split(settings.test))
+    test = test if shots is None else replace(test, sorted=shots.sorted)  # which numbered their classes
     objective = _objective(settings, loaded, test)
     if isinstance(objective, Classifier) and objective.fitted and shots is None:
         raise TaskferryError(

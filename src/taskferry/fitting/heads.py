@@ -9,7 +9,9 @@ without names (LABEL_0, LABEL_1 …) is taken to count as the data does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from taskferry.calibration.batch import Calibration
 from taskferry.calibration.data import Samples
 from taskferry.checkpoints import Loaded, Tuned
-from taskferry.checkpoints.classifiers import class_names, has_own_head
+from taskferry.checkpoints.classifiers import class_count, class_names, counted, has_own_head
 from taskferry.errors import TaskferryError
 from taskferry.fitting.objectives import (
     Classifier,
@@ -46,16 +48,24 @@ def objectives_of(
         raise TaskferryError(
             "a zero-shot head needs two image-text models and class names (a classes.json beside the data)"
         )
-    if name == "head" and not samples.classes:
-        # Numbers are all that is known of the classes: both heads must mean the same by them.
-        A, B = (class_names(loaded.model) for loaded in (source, target))
-        if A and B and [_plain(n) for n in A] != [_plain(n) for n in B]:
-            raise TaskferryError(
-                f"the classes of {samples.source} are numbers, and {source.given} counts {_listed(A)}, {target.given} "
-                f"{_listed(B)}: give the names of the classes in their place"
-            )
+    if name == "head":
+        return _own_heads(samples, source, target)
     first, second = (named_classifier(name, m, samples, settings.templates) for m in (source, target))
     return first, second
+
+
+def _own_heads(samples: Samples, source: Loaded, target: Loaded) -> tuple[Head, Head]:
+    """Both with their classes in one order; refused where numbers would mean different ones."""
+    A = own_head(source, samples)
+    # What the data does not have comes in the order of the source's names.
+    asked = set(map(_plain, samples.classes))
+    B = own_head(target, samples, [name for name in A.names if name not in asked])
+    if A.names and B.names and not (A.order or B.order) and A.names != B.names:
+        raise TaskferryError(
+            f"the classes of {samples.source} are known by number, and {source.given} counts {_listed(A.names)}, "
+            f"{target.given} {_listed(B.names)}: call them as both heads do"
+        )
+    return A, B
 
 
 def named_classifier(name: str, loaded: Loaded, samples: Samples, templates: Sequence[str]) -> Classifier:
@@ -74,40 +84,61 @@ def named_classifier(name: str, loaded: Loaded, samples: Samples, templates: Seq
     return kinds[name]
 
 
-def own_head(loaded: Loaded, samples: Samples) -> Head:
-    """The head that a model has, its classes in the order of the samples'; refused where it was never trained."""
+def own_head(loaded: Loaded, samples: Samples, rest: Sequence[str] = ()) -> Head:
+    """The head that a model has, its classes in the order of the samples'; refused where it was never trained.
+
+    `rest`: names that come next.
+    """
     lost = sorted(loaded.absent & {name for name, _ in loaded.model.named_parameters()})
     if lost and has_own_head(loaded.model):
         raise TaskferryError(
             f"{loaded.given} has no trained head: {lost[0]} is in none of its files, so that it would score by "
             "chance; give --objective probe, or a model with its head"
         )
-    return Head(order_of(class_names(loaded.model), samples, loaded.given))
+    names = class_names(loaded.model)
+    order = order_of(names, class_count(loaded.model), samples, loaded.given, rest)
+    return Head(order, tuple(_plain(names[i]) for i in order or range(len(names))))
 
 
-def order_of(names: Sequence[str], samples: Samples, given: str) -> tuple[int, ...]:
-    """Which rows of a head with these names are the classes of the samples, in their order; those of others follow.
+def order_of(
+    names: Sequence[str], count: int, samples: Samples, given: str, rest: Sequence[str] = ()
+) -> tuple[int, ...]:
+    """Which of a head's rows are the classes of the samples, in their order; `rest`, then those of others follow.
 
     () for the rows as they are: no names on one side, or names of the data with nothing in common with the head's
     where the data has counted them itself.
     """
-    if not names or not samples.classes:
+    numbers = [counted(name) for name in samples.classes]
+    if all(number is not None for number in numbers):  # LABEL_3, or folders 0, 1, 10: the head's own numbers
+        first = [number for number in numbers if number is not None]
+        if count and max(first, default=0) >= count:
+            raise TaskferryError(
+                f"{samples.source} has the class {max(first)}, the head of {given} {count} classes, counted from 0"
+            )
+        return _filled(first, count or len(first))
+    if not names:
         return ()
-    where = {_plain(name): i for i, name in enumerate(names)}
-    wanted = [_plain(name) for name in samples.classes]
+    plain = [_plain(name) for name in names]
+    times = Counter(plain)
+    where = {name: i for i, name in enumerate(plain) if times[name] == 1}
     strange = [name for name in samples.classes if _plain(name) not in where]
-    if len(where) < len(names) or len(set(wanted)) < len(wanted):
-        return ()  # names that do not tell classes apart
-    if len(strange) == len(wanted) == len(names) and not samples.sorted:
+    if len(strange) == len(samples.classes) == len(names) and not samples.sorted:
         return ()
     if strange:
+        twice = "more than once" if _plain(strange[0]) in times else f"not: it has {_listed(names)}"
         raise TaskferryError(
-            f"{samples.source} has the class '{strange[0]}', the head of {given} has {_listed(names)}: call the "
-            "classes as the head does, or give their numbers there"
+            f"{samples.source} has the class '{strange[0]}', the head of {given} {twice}; call the classes as the head "
+            "does, or give their numbers there"
         )
-    first = [where[name] for name in wanted]
-    order = (*first, *(i for i in range(len(names)) if i not in set(first)))
-    return () if order == tuple(range(len(names))) else order
+    wanted = [where[_plain(name)] for name in samples.classes]
+    return _filled([*wanted, *(where[name] for name in rest if name in where)], len(names))
+
+
+def _filled(first: Sequence[int], count: int) -> tuple[int, ...]:
+    """These rows, then all others; () for the rows as they are."""
+    taken = set(first)
+    order = (*dict.fromkeys(first), *(i for i in range(count) if i not in taken))
+    return () if order == tuple(range(count)) else order
 
 
 def zero_shot(loaded: Loaded, classes: Sequence[str], templates: Sequence[str]) -> ZeroShot:
@@ -131,13 +162,13 @@ def taught(
             # The head of the base: its text tower may have been tuned, the classes are what it was asked for.
             head: Classifier = zero_shot(source, samples.classes, settings.templates)
         elif has_own_head(teacher.model):
-            head = own_head(teacher, samples)
+            head = own_head(teacher, replace(samples, classes=()))  # whatever labels the data has are not asked for
         else:
             raise TaskferryError(
                 f"the tuned source is a {type(teacher.model).__name__}, which predicts no classes, and the data has no "
                 "labels: give labels, or a tuned model with its classification head"
             )
-        classes = samples.classes or class_names(teacher.model)
+        classes = samples.classes if isinstance(head, ZeroShot) else class_names(teacher.model)
         return teacher_labels(teacher.model, calibration.side(0), head), classes
 
 

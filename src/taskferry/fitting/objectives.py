@@ -97,6 +97,7 @@ class Head(Classifier):
     words: ClassVar[str] = "the model's own head"
 
     order: tuple[int, ...] = ()  # its row for each class of the samples; () where both count alike
+    names: tuple[str, ...] = ()  # of the classes in that order, where they are known
 
     def describe(self) -> str:
         """With the order: other rows are another loss."""

@@ -119,7 +119,7 @@ def prepare(
         labels += f" ({samples.left_out} rows have none and are left out)"
     if by_teacher:
         numbers, classes = taught(settings, calibration, chosen, source, tuned)
-        calibration, chosen = calibration.with_labels(numbers), replace(chosen, classes=classes, sorted=False)
+        calibration, chosen = calibration.with_labels(numbers), replace(chosen, classes=classes, sorted=True)
         labels = "from the tuned source (teacher)"
         if samples.labels is None and settings.labels == "auto":
             labels += ", because the data has none"

@@ -29,7 +29,8 @@ def teacher_model(source: Loaded, tuned: Tuned | None) -> Iterator[Loaded]:
     """The tuned source: base + τ where that is all of it, or as it was saved, with its head."""
     if tuned is None:
         raise TaskferryError(
-            "labels from the teacher need the tuned source in memory: give --source-tuned and --engine whole, or labels"
+            "labels from the teacher need the tuned source in memory, and it is not there: give labels, or give "
+            "--source-tuned and whole models (no --engine blockwise, no --device-memory)"
         )
     whole = tuned.adapter is None and Path(resolve(tuned.given)).is_dir()
     if not whole:

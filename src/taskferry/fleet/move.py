@@ -90,8 +90,10 @@ def move_batch(
 
 def _read(opened: OpenAlignment, move: str, name: str, inputs: Store, outputs: Store, recipe: str) -> Read | Moved:
     """An output made from the same bytes, by the same maps and at the same scale, is not made again."""
+    place = ""
     try:
         with inputs.local(name, FILES) as folder:
+            place = str(folder)
             before = _stamps(folder)
             hashes = _hashes(folder)
             made_from = _digest(hashes, recipe)
@@ -101,7 +103,7 @@ def _read(opened: OpenAlignment, move: str, name: str, inputs: Store, outputs: S
             if _stamps(folder) != before:
                 raise TaskferryError("it changed while it was read: run the fleet again")
     except Exception as error:  # one strange adapter must stop nobody
-        return failed(name, move, error)
+        return failed(name, move, error, place)
     return Read(name, adapter, hashes, made_from)
 
 
@@ -136,9 +138,10 @@ def _write(
     return Moved(read.name, move.name, "done", base=str(read.adapter.config.get("base_model_name_or_path") or ""))
 
 
-def failed(name: str, move: str, error: Exception) -> Moved:
-    """With the error as its reason."""
+def failed(name: str, move: str, error: Exception, place: str = "") -> Moved:
+    """With the error as its reason; the folder that it was read from has another name in every run."""
     reason = str(error) if isinstance(error, TaskferryError) else f"{type(error).__name__}: {error}"
+    reason = reason.replace(place, "the adapter") if place else reason
     return Moved(name, move, "failed", " ".join(reason.split())[:500])
 
 

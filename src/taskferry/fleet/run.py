@@ -105,6 +105,8 @@ def run_fleet(settings: FleetSettings, reporter: FleetReporter | None = None) ->
     lost = [str(move.alignment) for move in settings.moves if not Path(move.alignment).is_file()]
     if lost:
         raise TaskferryError(f"{lost[0]} does not exist: `taskferry fit` writes an alignment")
+    for move in settings.moves:
+        check_fits(move.alignment, move.target_base)
     stamps = inputs.stamps(FILES)
     recipes = {
         move.name: f"{stamp(Path(move.alignment))} {move.target_base} {settings.scale}" for move in settings.moves
@@ -196,15 +198,9 @@ def _batches(
 ) -> Iterator[tuple[list[Any], Move, list[str]]]:
     for move, names in work:
         # Inside a list it is not fetched for every batch: a worker asks for it once.
-        alignment = [ray.put(_portable(_checked(move)))] if names else []
+        alignment = [ray.put(_portable(Alignment.load(move.alignment)))] if names else []
         for i in range(0, len(names), size):
             yield alignment, move, names[i : i + size]
-
-
-def _checked(move: Move) -> Alignment:
-    alignment = Alignment.load(move.alignment)
-    check_fits(alignment, move.target_base)
-    return alignment
 
 
 def _move_batch(
@@ -235,7 +231,7 @@ def _from_portable(portable: Mapping[str, Any]) -> Alignment:
 
 def _reasons(states: Iterable[Moved]) -> dict[str, int]:
     """How often each kind of failure, the most frequent first."""
-    kinds = Counter(state.reason.replace(state.adapter, "…")[:240] for state in states if state.status == "failed")
+    kinds = Counter(state.reason[:240] for state in states if state.status == "failed")
     return dict(kinds.most_common())
 
 

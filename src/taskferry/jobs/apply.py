@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from taskferry.jobs.record import Outcome, make_record, summary
 from taskferry.jobs.spectrum import energy_moved
 from taskferry.jobs.verdict import applied
 from taskferry.settings import ApplySettings
-from taskferry.taskvector import TaskVector
+from taskferry.taskvector import TaskVector, match_names
 
 
 def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
@@ -53,7 +54,7 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
         target = _base(alignment, "target", settings.target_base)
     else:
         target = target_skeleton(alignment)
-        check_fits(alignment, settings.target_base)
+        check_fits(settings.alignment, settings.target_base)
     final, cut = in_form(settings, kind, settings.scale * moved)
     table = alignment.table()
     record = apply_record(command, settings, inputs.hashes(), alignment, table, final, tuned, **cut)
@@ -114,20 +115,28 @@ def target_skeleton(alignment: Alignment) -> Skeleton:
     return Skeleton.from_sites(alignment.target_parameters, [pair.target for pair in alignment.pairs], prefix)
 
 
-def check_fits(alignment: Alignment, target_base: str | None) -> None:
-    """Refuse a folder whose layers are not those that the maps lead to; its weights are not read."""
+def check_fits(alignment: Path | str, target_base: str | None) -> None:
+    """Refuse a folder whose layers are not those that the maps of a file lead to; no weights and no maps are read."""
     if target_base is None or not Path(target_base).is_dir() or not huggingface.owns(target_base):
         return  # a name that is written into the adapter
     model, _ = huggingface.skeleton(Path(target_base), weights=False)
     there = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    for name in dict.fromkeys(pair.target.weight for pair in alignment.pairs):
-        wanted = alignment.target_parameters[name]
-        if there.get(name) != wanted:
-            found = f"there of shape {there[name]}" if name in there else "not there"
+    newer = huggingface.older_names(model) or str
+    for name, wanted in Alignment.weights_to(alignment).items():
+        same = spelled(name, there) or spelled(newer(name), there)  # a body with or without a head around it
+        if same is None or there[same] != wanted:
+            found = "not there" if same is None else f"there of shape {there[same]}"
             raise TaskferryError(
                 f"{target_base} is not the target that this alignment was fitted on: {name} of shape {wanted} is "
                 f"{found}; give the base that it was fitted on, or fit an alignment for this one"
             )
+
+
+def spelled(name: str, known: Mapping[str, Any]) -> str | None:
+    """A parameter's name as another model has it, with or without a prefix."""
+    with suppress(TaskferryError):
+        return match_names([name], known)[name]
+    return None
 
 
 def _tuned_for(settings: ApplySettings, path: Path, alignment: Alignment) -> Tuned:

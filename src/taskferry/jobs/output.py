@@ -29,6 +29,7 @@ from taskferry.settings import ApplySettings, OutputSettings
 from taskferry.sites.discovery import block_paths, find_sites
 from taskferry.taskvector import Delta, LowRank, TaskVector, as_dense, match_names
 
+SLICE = 2**20  # numbers at a time
 ROUNDING = 0.1  # of ‖τ‖²: more than this is told
 FORMS = {"lora": "a LoRA adapter", "model": "a full model", "task-vector": "a task vector"}
 
@@ -69,11 +70,13 @@ def rounded(kind: str, target: Loaded | LazyModel | Skeleton, tau: TaskVector) -
         return ""
     lost, total, name = 0.0, 0.0, ""
     for before, delta in _changed(target, tau):
-        change = as_dense(delta).to(wide(before))
-        after = (wide(before) + change).to(before.dtype)
-        lost += float((wide(after) - wide(before) - change).double().square().sum())
-        total += float(change.double().square().sum())
+        changes, rows = as_dense(delta), max(1, SLICE // max(1, before[:1].numel()))
         name = str(before.dtype).removeprefix("torch.")
+        for start in range(0, len(before), rows):
+            own = wide(before[start : start + rows])
+            change = changes[start : start + rows].to(own)
+            lost += float(((own + change).to(before.dtype).to(own) - own - change).square().sum())
+            total += float(change.square().sum())
     if lost <= ROUNDING * total:
         return ""
     return (

@@ -27,7 +27,7 @@ from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Loss
 from taskferry.fitting.language import expected, is_sequence_to_sequence, logits_at
 from taskferry.fitting.models import device_of, evaluating
-from taskferry.fitting.objectives import Classifier, LanguageModel, Logits, Objective
+from taskferry.fitting.objectives import Classifier, Head, LanguageModel, Logits, Objective
 from taskferry.fitting.scale import moved_by
 from taskferry.sites import family_of
 from taskferry.taskvector import TaskVector
@@ -119,6 +119,12 @@ class Classes(Lesson):
         seed: int,
     ) -> None:
         super().__init__(Views(calibration, views, seed))
+        names = [head.names for head in heads if isinstance(head, Head) and head.names]
+        if len(names) == 2 and names[0] != names[1]:
+            raise TaskferryError(
+                f"the tuned source scores the classes {', '.join(names[0][:6])}, the target {', '.join(names[1][:6])}: "
+                "it cannot teach them; give a target with a head of the same classes, or leave --refine out"
+            )
         teacher, device = heads[0].logits(models[0], calibration.side(0)), device_of(models[0])
         size = max(map(len, calibration.side(0)))
         starts = range(0, len(self), size)
