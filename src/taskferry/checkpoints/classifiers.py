@@ -63,8 +63,8 @@ def class_names(model: nn.Module) -> tuple[str, ...]:
 
 def class_count(model: nn.Module) -> int:
     """How many rows a head has; 0 where there is none."""
-    config = getattr(model, "config", None)
-    return int(getattr(model if config is None else config, "num_classes" if config is None else "num_labels", 0))
+    own = getattr(model, "num_classes", 0)  # of timm
+    return int(getattr(getattr(model, "config", None), "num_labels", own))
 
 
 def counted(name: str) -> int | None:

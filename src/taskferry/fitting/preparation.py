@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -204,7 +205,8 @@ def one_sided(samples: Samples, loaded: Loaded, *, max_length: int, micro_batch:
         return encoder_calibration(samples, loaded, None, **lengths).side(0)
     kind = language_kind(loaded, loaded)
     if samples.kind == "pictured":
-        return _seeing(samples, kind, loaded, None, False, **lengths).side(0)
+        images = [picture(row) for row in samples.rows]
+        return _seeing(samples, images, kind, loaded, None, False, **lengths).side(0)
     build = _builder(kind, samples)
     return build([segments_of(row) for row in samples.rows], loaded.tokenizer(), **lengths).side(0)
 
@@ -236,9 +238,10 @@ def _language(
     if samples.kind == "pictured":
         if settings.labels == "teacher":
             raise TaskferryError("the teacher answers prompts of text: leave --labels teacher out for rows with images")
-        sizes = [picture(row).size for row in rows]
-        kept = sorted(kept, key=lambda i: sizes[i])  # pictures of one size stand together
-        seen = _seeing(samples.take(kept), kind, source, target, True, **lengths)
+        images = [picture(row) for row in rows]
+        kept = sorted(kept, key=lambda i: images[i].size)  # pictures of one size stand together
+        ordered = [images[i] for i in kept]
+        seen = _seeing(samples.take(kept), ordered, kind, source, target, True, **lengths)
         return seen, "the answers in the data", kept
     tokenizer_A, tokenizer_B = source.tokenizer(), target.tokenizer()
     if samples.kind == "prompt":
@@ -269,6 +272,7 @@ def _language(
 
 def _seeing(
     samples: Samples,
+    images: Sequence[Any],
     kind: str | None,
     source: Loaded,
     target: Loaded | None = None,
@@ -283,7 +287,6 @@ def _seeing(
             f"{samples.source} has images with words: an encoder-decoder needs prompt and completion alone"
         )
     processors = source.processor(), None if target is None else target.processor()
-    images = [picture(row) for row in samples.rows]
     return seeing_calibration(
         samples.rows, images, *processors, max_length=max_length, micro_batch=micro_batch, alike=alike
     )

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
@@ -52,8 +53,7 @@ class Store:
     def stamps(self, names: Iterable[str]) -> dict[str, str]:
         """Of each folder that holds one of these files, what a listing says of them: another stamp, another content."""
         wanted, found = set(names), dict[str, list[str]]()
-        for path, entry in self.fs.find(self.root, maxdepth=2, detail=True).items():
-            *_, folder, name = str(path).split("/")
+        for folder, name, entry in self._files():
             if name in wanted:
                 known = [
                     str(entry[key]) for key in ("size", "ETag", "mtime", "LastModified", "created") if key in entry
@@ -65,10 +65,15 @@ class Store:
         """The folders that hold all of these files, by a listing."""
         wanted = set(names)
         found: dict[str, set[str]] = {}
-        for path in self.fs.find(self.root, maxdepth=2):
-            *_, folder, name = str(path).split("/")
+        for folder, name, _ in self._files():
             found.setdefault(folder, set()).add(name)
         return {folder for folder, held in found.items() if wanted <= held}
+
+    def _files(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Folder, name and listed facts of every file, two levels deep."""
+        for path, entry in self.fs.find(self.root, maxdepth=2, detail=True).items():
+            *_, folder, name = str(path).split("/")
+            yield folder, name, entry
 
     def read_text(self, name: str) -> str:
         """A small file, or nothing."""

@@ -44,9 +44,6 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
     alignment = Alignment.load(settings.alignment)
     tuned = _tuned_for(settings, found, alignment)
     kind = output_kind(settings, tuned.adapter)
-    moved = alignment.apply(tuned.tau)
-    if not len(moved):
-        raise TaskferryError(f"nothing of {settings.source_tuned} moved: {summary(moved)}")
     target: Loaded | Skeleton
     if kind == "model":
         if settings.target_base is None:
@@ -55,6 +52,9 @@ def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
     else:
         target = target_skeleton(alignment)
         check_fits(settings.alignment, settings.target_base)
+    moved = alignment.apply(tuned.tau)
+    if not len(moved):
+        raise TaskferryError(f"nothing of {settings.source_tuned} moved: {summary(moved)}")
     final, cut = in_form(settings, kind, settings.scale * moved)
     table = alignment.table()
     record = apply_record(command, settings, inputs.hashes(), alignment, table, final, tuned, **cut)
@@ -121,9 +121,12 @@ def check_fits(alignment: Path | str, target_base: str | None) -> None:
         return  # a name that is written into the adapter
     model, _ = huggingface.skeleton(Path(target_base), weights=False)
     there = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    weights, same_names = Alignment.weights_to(alignment), dict[str, str]()
+    with suppress(TaskferryError):  # all at once; one by one where some have older names, or are not there
+        same_names = match_names(weights, there)  # a body with or without a head around it
     newer = huggingface.older_names(model) or str
-    for name, wanted in Alignment.weights_to(alignment).items():
-        same = spelled(name, there) or spelled(newer(name), there)  # a body with or without a head around it
+    for name, wanted in weights.items():
+        same = same_names.get(name) or _spelled(name, there) or _spelled(newer(name), there)
         if same is None or there[same] != wanted:
             found = "not there" if same is None else f"there of shape {there[same]}"
             raise TaskferryError(
@@ -132,7 +135,7 @@ def check_fits(alignment: Path | str, target_base: str | None) -> None:
             )
 
 
-def spelled(name: str, known: Mapping[str, Any]) -> str | None:
+def _spelled(name: str, known: Mapping[str, Any]) -> str | None:
     """A parameter's name as another model has it, with or without a prefix."""
     with suppress(TaskferryError):
         return match_names([name], known)[name]

@@ -121,10 +121,7 @@ class Classes(Lesson):
         super().__init__(Views(calibration, views, seed))
         names = [head.names for head in heads if isinstance(head, Head) and head.names]
         if len(names) == 2 and names[0] != names[1]:
-            raise TaskferryError(
-                f"the tuned source scores the classes {', '.join(names[0][:6])}, the target {', '.join(names[1][:6])}: "
-                "it cannot teach them; give a target with a head of the same classes, or leave --refine out"
-            )
+            raise _other_classes(f"the classes {', '.join(names[0][:6])}", ", ".join(names[1][:6]))
         teacher, device = heads[0].logits(models[0], calibration.side(0)), device_of(models[0])
         size = max(map(len, calibration.side(0)))
         starts = range(0, len(self), size)
@@ -141,11 +138,15 @@ class Classes(Lesson):
         """Σ over samples of −Σ p log q."""
         scores = self.logits(batch)
         if scores.shape[1] != self.answers.shape[1]:
-            raise TaskferryError(
-                f"the tuned source scores {self.answers.shape[1]} classes, the target {scores.shape[1]}: it cannot "
-                "teach them; give a target with a head of the same classes, or leave --refine out"
-            )
+            raise _other_classes(f"{self.answers.shape[1]} classes", str(scores.shape[1]))
         return F.cross_entropy(scores, self.answers[list(batch.ids)].to(scores), reduction="sum")
+
+
+def _other_classes(source: str, target: str) -> TaskferryError:
+    return TaskferryError(
+        f"the tuned source scores {source}, the target {target}: it cannot teach them; give a target with a head of "
+        "the same classes, or leave --refine out"
+    )
 
 
 class Tokens(Lesson):
