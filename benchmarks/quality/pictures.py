@@ -2,10 +2,10 @@
 
     python benchmarks/quality/pictures.py [--quick] [--json benchmarks/results/pictures.json]
 
-Two pairs of the zoo, four tasks, one draw. The heads are those of the task; the pictures are its own with their labels,
-its own with the labels that the tuned source gives them, or those of another task (letters for photographs and for
-glyphs, photographs for letters and for glyphs in three classes), which the tuned source labels by the task's classes.
-Test data of the task scores alone. A run goes on where an earlier one stopped.
+Two pairs of the zoo, four tasks, three draws, the default method. The heads are those of the task; the pictures are its
+own with their labels, its own with the labels that the tuned source gives them, or those of another task (letters for
+photographs and for glyphs, photographs for letters and for glyphs in three classes), which the tuned source labels by
+the task's classes. Test data of the task scores alone. A run goes on where an earlier one stopped.
 """
 
 from __future__ import annotations
@@ -35,41 +35,43 @@ from taskferry.methods import Job
 
 PAIRS = frontier.PAIRS[:2]
 OTHER = {"letters": "cifar10", "cifar10": "letters", "occluded": "letters", "case": "cifar10"}
-COUNTS = (25, 100)
-WAYS = {"BiCo": ways.WAYS[ways.BESIDE], "the default": ways.WAYS[ways.STANDARD]}
+COUNTS, DRAWS = (25, 50, 100, 400), 3
 OWN, TEACHER, FOREIGN = "its own, labels", "its own, tuned source's labels", "another task's, tuned source's labels"
+KINDS = (OWN, TEACHER, FOREIGN)
 
 
-def study(bench: Bench, pair: tuple[str, str], task: str, count: int) -> Iterator[tuple[str, float]]:
-    """The score of every way with every kind of pictures, beside the target's and the oracle's."""
-    own = bench.prepare(Cell(*pair, task, "random", count, False, 0, ()))
-    other = bench.prepare(Cell(*pair, OTHER[task], "random", count, False, 0, ()))
+def study(bench: Bench, pair: tuple[str, str], task: str, count: int, draw: int) -> Iterator[tuple[str, float]]:
+    """The score of the default with every kind of pictures, beside the target's and the oracle's."""
+    own = bench.prepare(Cell(*pair, task, "random", count, False, draw, ()))
+    other = bench.prepare(Cell(*pair, OTHER[task], "random", count, False, draw, ()))
     source, target = pair
     A, B = bench.model(source).model, bench.model(target).model
     tau = bench.tuned(source, task)
     for name, change in (("target", TaskVector({})), ("oracle", bench.tuned(target, task))):
         yield name, bench.score(target, task, change, 1.0, own, 1)
-    for kind in (OWN, TEACHER, FOREIGN):
+    for kind in KINDS:
         calibration = (other if kind == FOREIGN else own).calibration
         mover = Mover(Job.of(A, B, tau, calibration, own.objectives))
-        for name, way in WAYS.items():
-            moved, scale, _ = mover.take(replace(way, teacher=kind != OWN).row)
-            yield f"{name}: {kind}", bench.score(target, task, moved, scale, own, 1)
+        moved, scale, _ = mover.take(replace(ways.WAYS[ways.STANDARD], teacher=kind != OWN).row)
+        yield kind, bench.score(target, task, moved, scale, own, 1)
 
 
 def table(cells: dict[str, dict[str, float]]) -> str:
-    """Shares of the oracle's gain: sums over the cells."""
+    """Shares of the oracle's gain, sums over pairs and tasks: their mean and spread over draws."""
     rows = []
-    for name, kind, count in product(WAYS, (OWN, TEACHER, FOREIGN), COUNTS):
+    for kind, count in product(KINDS, COUNTS):
         some = {key: cell for key, cell in cells.items() if int(key.split()[3]) == count}
         if not some:
             continue
-        gains = [cell[f"{name}: {kind}"] - cell["target"] for cell in some.values()]
-        whole = sum(cell["oracle"] - cell["target"] for cell in some.values())
-        worst = min(some, key=lambda key: some[key][f"{name}: {kind}"] - some[key]["target"])
-        least = f"{min(gains):+.1f} ({' '.join(worst.split()[:3])})"
-        rows.append([name, kind, str(count), str(len(some)), f"{sum(gains) / whole:.0%}", least])
-    return common.table(["way", "pictures", "N", "cells", "share of the oracle's gain", "least gain, points"], rows)
+        shares = []
+        for draw in sorted({key.split()[4] for key in some}):
+            drawn = [cell for key, cell in some.items() if key.split()[4] == draw]
+            whole = sum(cell["oracle"] - cell["target"] for cell in drawn)
+            shares.append(100 * sum(cell[kind] - cell["target"] for cell in drawn) / whole)
+        worst = min(some, key=lambda key: some[key][kind] - some[key]["target"])
+        least = f"{some[worst][kind] - some[worst]['target']:+.1f} ({' '.join(worst.split()[:3])})"
+        rows.append([kind, str(count), str(len(some)), f"{common.mean_spread(shares, 0)} %", least])
+    return common.table(["pictures", "N", "cells", "share of the oracle's gain", "least gain, points"], rows)
 
 
 def main() -> None:
@@ -78,13 +80,14 @@ def main() -> None:
     pairs, tasks = (PAIRS[:1], ("letters",)) if options.quick else (PAIRS, tuple(OTHER))
     bench = open_short(options.quick)
     cells: dict[str, Any] = common.kept(options.json, {})
-    for task, pair, count in product(tasks, pairs, COUNTS):
-        key = f"{task} {pair[0]} {pair[1]} {count}"
+    draws, counts = (1, COUNTS[:1]) if options.quick else (DRAWS, COUNTS)
+    for draw, count, pair, task in product(range(draws), counts, pairs, tasks):
+        key = f"{task} {pair[0]} {pair[1]} {count} {draw}"
         if key in cells:
             continue
         for each in (task, OTHER[task]):
             zoo_tasks.write(each, zoo_data.DATA / "tasks")
-        cells[key] = dict(study(bench, pair, task, count))
+        cells[key] = dict(study(bench, pair, task, count, draw))
         common.kept(options.json, {key: cells[key]})
         print(key, cells[key], f"{time.time() - started:.0f} s", flush=True)
     failures = [

@@ -124,8 +124,8 @@ draw. Six anchors add less than the five points that were asked of them, so that
     "pictures": (
         "No pictures of the task: those of another one",
         """Pictures of another task, labelled by the tuned source with the classes of its own task, beside the task's
-own pictures with their labels and with the tuned source's. Two pairs of the zoo, letters, photographs and glyphs, in
-as many pairs and tasks as the column says, one draw, automatic scale.""",
+own pictures with their labels and with the tuned source's. Two pairs of the zoo, four tasks, the default method; ± is
+the standard deviation over draws.""",
     ),
     "half_precision": (
         "Weights in half precision",

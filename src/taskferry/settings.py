@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from taskferry.choices import DEFAULT_TOLERANCE, FREE, GENERATE, OWN, LabelSource, ObjectiveName, Sampler
-from taskferry.errors import MissingSettings, TaskferryError
+from taskferry.errors import MissingSettings, TaskferryError, first_line
 
 S = TypeVar("S", bound="Settings")
 MOST_YAML = 2**20  # bytes
@@ -228,8 +228,9 @@ class FleetSettings(Settings):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"two moves are called {', '.join(twice)}: their outputs would overwrite each other")
-        if Path(self.out).resolve() == Path(self.adapters).resolve():
-            raise ValueError("out is the folder of the adapters: give another one for what is moved")
+        out, adapters = Path(self.out).resolve(), Path(self.adapters).resolve()
+        if out == adapters or adapters in out.parents:
+            raise ValueError("out is the folder of the adapters, or lies in it: give another one for what is moved")
         return self
 
 
@@ -305,9 +306,8 @@ def read_yaml(file: Path) -> dict[str, Any]:
     try:
         size = file.stat().st_size
         loaded = parse(file.read_text(encoding="utf-8")) if size <= MOST_YAML else None
-    except (OSError, ValueError, RecursionError, OverflowError, yaml.YAMLError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TaskferryError(f"{file} cannot be read as YAML: {reason}") from error
+    except (OSError, ValueError) as error:
+        raise TaskferryError(f"{file} cannot be read as YAML: {first_line(error)}") from error
     if size > MOST_YAML:
         raise TaskferryError(f"{file} has {size} bytes: settings have {MOST_YAML} at most")
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
@@ -316,8 +316,11 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def parse(text: str) -> Any:
-    """YAML as plain data."""
-    return yaml.load(text, _Plain)  # noqa: S506  (a safe loader)
+    """YAML as plain data; what is none is a ValueError."""
+    try:
+        return yaml.load(text, _Plain)  # noqa: S506  (a safe loader)
+    except (RecursionError, OverflowError, yaml.YAMLError) as error:
+        raise ValueError(first_line(error)) from error
 
 
 def dump_settings(settings: Settings) -> str:

@@ -118,7 +118,12 @@ def test_a_folder_in_place_of_an_alignment(world: Path, tmp_path: Path) -> None:
 def test_a_tuned_model_of_another_shape(world: Path, tmp_path: Path) -> None:
     refused(world, tmp_path, "give the base model that was tuned", source_tuned=world / "wide")
     refused(world, tmp_path, "give the base model that was tuned", source_base=world / "deep")
-    refused(world, tmp_path, "does not differ", source_tuned=world / "bert")
+    for engine in ("whole", "blockwise"):
+        refused(world, tmp_path, "does not differ", source_tuned=world / "bert", more=("--engine", engine))
+
+
+def test_a_setting_that_cannot_be_read(world: Path, tmp_path: Path) -> None:
+    refused(world, tmp_path, "halfway=[0.5 cannot be read", more=("--method-settings", "halfway=[0.5"))
 
 
 def test_no_labels(world: Path, tmp_path: Path) -> None:

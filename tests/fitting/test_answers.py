@@ -14,7 +14,7 @@ from taskferry import Calibration, LanguageModel, TaskVector, evaluate
 from taskferry.calibration.batch import IGNORED, Batch
 from taskferry.engines.whole import WholePair
 from taskferry.fitting.answers import Answers
-from taskferry.fitting.language import predicted
+from taskferry.fitting.language import is_language_class, predicted
 from tests.helpers import folders, tiny
 from tests.helpers.command import taskferry
 
@@ -131,5 +131,17 @@ def test_evaluate_and_the_verdict_say_them(tmp_path: Path) -> None:
     told = json.loads((out / "taskferry.json").read_text())["verdict"]
     assert len(told["right_answers"]) == len(told["exact_answers"]) == 2
     assert "Right answers among the 3 in the samples" in told["sentence"]
+    taskferry("transfer", "--source-base", base, "--source-tuned", tmp_path / "lora", "--target-base", other,
+              "--calibration", data, "--scale", 1, "--out", tmp_path / "default")  # fmt: skip
+    told = json.loads((tmp_path / "default" / "taskferry.json").read_text())["verdict"]
+    scored = taskferry("evaluate", other, "--add", tmp_path / "default", "--test", data, "--json").json
+    assert told["right_answers"][1] == pytest.approx(scored["right"])  # of the change that is written, on all samples
     taskferry("report", out, "--out", tmp_path / "page.html")
     assert "Right answers" in (tmp_path / "page.html").read_text()
+
+
+def test_classes_that_predict_tokens_are_known_by_their_names() -> None:
+    transformers = pytest.importorskip("transformers")
+    classes = ("GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration", "MarianMTModel")
+    assert all(is_language_class(name) and hasattr(transformers, name) for name in classes)
+    assert not any(map(is_language_class, ("BertModel", "BertForSequenceClassification", "MarianModel")))

@@ -267,6 +267,7 @@ def test_a_fleet_whose_outputs_would_overwrite_each_other_is_refused(world: Path
     for changed, words in (
         ({"moves": [*given["moves"], dict(given["moves"][0])]}, "two moves are called b"),
         ({"out": given["adapters"]}, "out is the folder of the adapters"),
+        ({"out": given["adapters"] + "/moved"}, "or lies in it"),
     ):
         file.write_text(yaml.safe_dump({**given, **changed}))
         assert words in taskferry("fleet", file, code=2).err
@@ -283,7 +284,14 @@ def test_folders_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "in" / "file").touch()
     (tmp_path / "in" / "linked").symlink_to(tmp_path / "in" / "b")
     (tmp_path / "in" / "broken").symlink_to(tmp_path / "nothing")
-    assert Store(str(tmp_path / "in")).adapters() == ["a [1]", "b", "linked"]
+    store = Store(str(tmp_path / "in"))
+    assert store.adapters() == ["a [1]", "b", "linked"]
+    (tmp_path / "in" / "b" / "weights").write_text("1")
+    assert store.holding(["weights"]) == {"b", "linked"}
+    before = store.stamps(["weights"])
+    assert before["b"] == before["linked"]
+    (tmp_path / "in" / "b" / "weights").write_text("12")
+    assert store.stamps(["weights"])["linked"] != before["linked"]
     with pytest.raises(TaskferryError, match="is not a folder"):
         Store(str(tmp_path / "absent")).adapters()
 

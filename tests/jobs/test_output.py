@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ import torch
 from taskferry import Prototypes, TaskferryError, TaskVector, text_calibration
 from taskferry.checkpoints import Skeleton, load_model, read_adapter
 from taskferry.fitting.scale import calibration_loss
+from taskferry.jobs import transfer as transfer_job
 from taskferry.jobs.output import check_output
+from taskferry.jobs.settings import TransferSettings
 from tests.helpers import folders
 from tests.helpers.command import taskferry
 
@@ -103,3 +107,28 @@ def test_a_change_that_the_digits_have_no_room_for_is_told(
         lost = sum(float((after[n] - before[n] - d).square().sum()) for n, d in exact.deltas.items())
         share = min(1.0, lost / exact.norm() ** 2)
         assert f"loses {share:.0%} of the change" in said
+
+
+def test_a_scale_that_breaks_the_model_leaves_a_record_that_is_json(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = transfer_job.in_units
+    monkeypatch.setattr(
+        transfer_job, "in_units", lambda *given: replace(real(*given), points=((0.0, 2.0), (1.0, 1.0), (2.0, math.inf)))
+    )
+    settings = TransferSettings(
+        source_base=str(world / "bert"),
+        source_tuned=str(world / "tuned"),
+        target_base=str(world / "wide"),
+        calibration=str(world / "texts.jsonl"),
+        method="bico",
+        scale=1.0,
+        out=tmp_path / "out",
+    )
+    transfer_job.transfer(settings, command="a test")
+
+    def refuse(name: str) -> float:
+        raise AssertionError(f"{name} is no JSON")
+
+    record = json.loads((tmp_path / "out" / "taskferry.json").read_text(), parse_constant=refuse)
+    assert record["scale_curve"] == [[0.0, 2.0], [1.0, 1.0]]

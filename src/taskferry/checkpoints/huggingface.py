@@ -35,6 +35,7 @@ from taskferry.taskvector import TaskVector
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.index.json", "*.gguf")
 _OURS = ("README.md", "taskferry.json", "taskferry.yaml", WRITTEN)  # of an output
 MOST_LAYERS = 1000
+_DEPTHS = ("layer", "layers")  # how settings that count layers end: n_layer, num_hidden_layers
 _TEXT = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
@@ -88,7 +89,7 @@ def skeleton(folder: Path, *, weights: bool = True) -> tuple[nn.Module, torch.dt
     cls, stored = _class_and_precision(transformers, folder)
     try:
         _check_folder_size(cls, folder, weights)
-        with accelerate.init_empty_weights(include_buffers=False):  # rotary tables are buffers, and computed
+        with accelerate.init_empty_weights(include_buffers=False):  # rotary tables are buffers
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
             model = cls._from_config(without_form(config))
         model.tie_weights()
@@ -279,7 +280,7 @@ def _dequantised(cls: Any, folder: Path, form: Form) -> dict[str, Any]:
 
 def check_size(cls: Any, config: Any, place: Path, held: int | None) -> None:
     """Whether a configuration is of a model that its files can hold: no memory is taken for what they do not."""
-    deep = [name for name, value in _numbers(config.to_dict()) if "layer" in name and value > MOST_LAYERS]
+    deep = [name for name, value in _numbers(config.to_dict()) if name.endswith(_DEPTHS) and value > MOST_LAYERS]
     if deep:
         raise TaskferryError(f"{place}: {deep[0]} is beyond {MOST_LAYERS}: the configuration is damaged")
     if held is None:

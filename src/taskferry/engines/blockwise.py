@@ -33,6 +33,7 @@ from taskferry.engines.stand_ins import (
     Caught,
     Told,
     blocks_of,
+    by_output_alone,
     has_graph,
     hidden_of,
     inner_products,
@@ -296,7 +297,8 @@ class BlockwiseModel:
                 if j == first:
                     entered[stack] = hidden
                     if stack not in self.extras[at]:
-                        with torch.no_grad(), own_forward(self._block(j)):
+                        alone = by_output_alone(call, self.lazy.given, self.blocks[j])
+                        with alone, torch.no_grad(), own_forward(self._block(j)):
                             made = self._block(j)(hidden, *call[0], **call[1])
                         self.extras[at][stack] = None if isinstance(made, Tensor) else tuple(made[1:])
                 if j == last:
@@ -338,7 +340,8 @@ class BlockwiseModel:
         def real(value: Any) -> Any:
             return cross[value.place] if isinstance(value, _Cross) else value
 
-        return self._block(j)(hidden, *map(real, args), **{name: real(value) for name, value in kwargs.items()})
+        with by_output_alone((args, kwargs), self.lazy.given, self.blocks[j]):
+            return self._block(j)(hidden, *map(real, args), **{name: real(value) for name, value in kwargs.items()})
 
     def _which(self, batch: Batch) -> int:
         return self._place[batch.number]

@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,31 @@ class LazyModel:
                 "use the engine 'whole'"
             ) from error
 
-        for module in self.model.modules():  # rotary tables and the like: all that the skeleton holds itself
+        # Rotary tables and the like are computed: all that the skeleton holds itself. Others lie in the files.
+        for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self.device)
+        self.buffers = self._read_buffers()
+
+    def _read_buffers(self) -> list[str]:
+        """Fill the buffers that are in the files, such as the scalar of a layer; they stay in memory."""
+        saved = self.model.state_dict().keys()
+        own = {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
+        for name in own:
+            with suppress(TaskferryError):  # in none of them: as the model begins with
+                self.stored |= match_names([name], self.files)
+        found = [name for name in own if name in self.stored]
+        for name, value in self._from_files(found):
+            if value.shape != own[name].shape:
+                raise TaskferryError(
+                    f"{self.given}: {name} is {list(value.shape)} in its files, {list(own[name].shape)} by its "
+                    "configuration: they do not belong together"
+                )
+            path, _, leaf = name.rpartition(".")
+            # In the precision that hidden states have, so that those keep theirs.
+            kept = value.to(self.precision) if value.is_floating_point() else value
+            self.model.get_submodule(path)._buffers[leaf] = kept.to(self.device, copy=True)
+        return found
 
     def plus(self, changes: TaskVector) -> LazyModel:
         """The same model with changes added as it is read; it shares the skeleton."""
@@ -185,7 +207,7 @@ class LazyModel:
         """The model with τ added, in its own precision, a shard for each part of its parameters."""
         moved, total = self.plus(tau), 0
         shards: dict[str, str] = {}
-        parts = [part for part in parts if part]
+        parts = [part for part in (*parts, self.buffers) if part]
         for number, names in enumerate(parts, 1):
             file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
             tensors = {self.stored[name]: value for name, value in moved.as_written(names)}
@@ -206,7 +228,7 @@ class LazyModel:
         """Read what was written, one parameter at a time, and compare it with what was meant."""
         written = LazyModel(str(folder), folder)
         meant = self.plus(tau)
-        for name in self.shapes:
+        for name in (*self.shapes, *self.buffers):
             found, value = (next(model.as_written([name]))[1] for model in (written, meant))
             if found.dtype != value.dtype or not torch.equal(found, value):
                 raise TaskferryError(f"{name} was not written as it was meant: nothing was kept")

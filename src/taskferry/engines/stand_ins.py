@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -86,8 +86,22 @@ def has_graph(value: Any) -> bool:
     """Whether a gradient can flow into something of it."""
     if isinstance(value, Tensor):
         return value.requires_grad
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return any(map(has_graph, inside))
+
+
+@contextmanager
+def by_output_alone(call: Call, given: str, block: str) -> Iterator[None]:
+    """Refuse a block that puts something for later ones into what it is called with: no gradient would come back.
+
+    Gemma 3n and 4 share keys and values so.
+    """
+    args, kwargs = call
+    shared = [value for value in (*args, *kwargs.values()) if isinstance(value, MutableMapping | list)]
+    before = list(map(len, shared))
+    yield
+    if list(map(len, shared)) != before:
+        raise TaskferryError(f"{given}: {block} hands later blocks more than its output: use the engine 'whole'")
 
 
 def inner_products(terms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -23,7 +23,7 @@ def is_language_model(model: nn.Module) -> bool:
 
 def is_language_class(name: str) -> bool:
     """Whether models of a class predict tokens, by its name."""
-    return name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+    return name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel"))  # MT: of Marian
 
 
 def is_sequence_to_sequence(model: nn.Module) -> bool:

@@ -70,10 +70,14 @@ class Store:
         return {folder for folder, held in found.items() if wanted <= held}
 
     def _files(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Folder, name and listed facts of every file, two levels deep."""
+        """Folder, name and listed facts of every file, two levels deep; a link to a folder is a folder."""
         for path, entry in self.fs.find(self.root, maxdepth=2, detail=True).items():
             *_, folder, name = str(path).split("/")
-            yield folder, name, entry
+            if entry.get("islink") and self.fs.isdir(path):
+                for inside in self.fs.ls(path, detail=True):
+                    yield name, str(inside["name"]).rsplit("/", 1)[-1], inside
+            else:
+                yield folder, name, entry
 
     def read_text(self, name: str) -> str:
         """A small file, or nothing."""

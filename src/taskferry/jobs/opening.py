@@ -158,8 +158,12 @@ def _tuned(given: str | None, source: Loaded) -> Tuned:
         return Tuned(TaskVector({}))
     tuned = load_tuned(given, source)
     if not len(tuned.tau):
-        raise TaskferryError(f"{given} does not differ from {source.given}: nothing to move")
+        raise _unchanged(given, source.given)
     return tuned
+
+
+def _unchanged(given: str, base: str) -> TaskferryError:
+    return TaskferryError(f"{given} does not differ from {base}: nothing to move")
 
 
 def _on_disk(settings: MethodSettings, scratch: Path, work: Work, inputs: Inputs) -> Opened:
@@ -172,6 +176,8 @@ def _on_disk(settings: MethodSettings, scratch: Path, work: Work, inputs: Inputs
         tuned = Tuned(adapter.tau, adapter, adapter.ignored, given)
     else:
         difference = Difference(source, _lazy(given, "cpu", "float32"))
+        if not any(map(difference.changed, difference)):
+            raise _unchanged(given, source.given)
         tuned = Tuned(TaskVector(difference), ignored=difference.left_out, given=given)
     prepared = prepare(settings, source.loaded(), target.loaded(), None)
     pair = BlockPair(source, target, prepared.calibration, prepared.objectives, scratch=scratch, work=work)

@@ -47,7 +47,13 @@ class MethodSettings(GenerationSettings, MapSettings, PairPlaceSettings):
         pairs = [str(word).partition("=") for word in value]
         if any(not equals for _, equals, _ in pairs):
             raise ValueError("give each as name=value")
-        return {name: parse(text) for name, _, text in pairs}
+        found = {}
+        for name, _, text in pairs:
+            try:
+                found[name] = parse(text)
+            except ValueError as error:
+                raise ValueError(f"{name}={text} cannot be read: {error}") from error
+        return found
 
     @property
     def engine_name(self) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -68,7 +69,8 @@ def transfer(
         judged = tuple(in_form(settings, kind, each)[0] for each in moved.without) or (final,)
         curve, factor = scaled(settings, job, moved, final, judged)
         shown = in_units(curve, job)
-        answers = job.pair.answers([factor * each for each in judged]) if curve.helps else None
+        answered = judged if settings.scale == "auto" else (final,)  # a given scale has all samples in one part
+        answers = job.pair.answers([factor * each for each in answered]) if curve.helps else None
         expected = foretold(
             settings, job.pair.objectives[1], curve, len(models.prepared.indices), models.prepared.by_data
         )
@@ -115,7 +117,7 @@ def transfer(
                 **moved.provenance["calibration"],
                 **({} if drawn is None else {"generated": dict(drawn.how)}),
             },
-            scale_curve=shown.points,
+            scale_curve=[point for point in shown.points if math.isfinite(point[1])],  # JSON has no other numbers
             spectrum=spectrum,
             work=timing.work(),
             placement=models.pair.placement(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -193,7 +194,7 @@ def _maps(sites: Sequence[Record]) -> list[Section]:
 
 def _curves(record: Record) -> list[Section]:
     found: list[Part] = []
-    points = [(float(s), float(v)) for s, v in record.get("scale_curve", [])]
+    points = [(float(s), float(v)) for s, v in record.get("scale_curve", []) if math.isfinite(v)]
     if len(points) > 2:
         unit = str(record["verdict"].get("loss_unit", "per sample"))
         found.append(_scale_figure(points, float(record["verdict"]["scale"]), unit))
@@ -210,7 +211,7 @@ def _curves(record: Record) -> list[Section]:
 
 
 def _scale_figure(points: Sequence[tuple[float, float]], chosen: float, unit: str) -> Figure:
-    points = [p for p in sorted(points) if p[1] == p[1] and abs(p[1]) < float("inf")]
+    points = sorted(points)
     scales, losses = [p[0] for p in points], [p[1] for p in points]
     marked = scales.index(chosen) if chosen in scales else None
     curve = figures.Line("calibration loss", scales, losses, marked=marked)
