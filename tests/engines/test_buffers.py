@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from taskferry import LanguageModel, TaskVector
-from taskferry.checkpoints import load_model
+from taskferry.checkpoints import load_model, load_tuned
 from taskferry.engines.blocks import BlockPair
-from taskferry.engines.lazy import LazyModel
+from taskferry.engines.lazy import Difference, LazyModel
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
 from taskferry.methods import Job, run
@@ -80,6 +80,20 @@ def test_buffers_are_written_and_checked(tmp_path: Path) -> None:
     save_file({name: value + 1 for name, value in load_file(last).items()}, last)
     with pytest.raises(TaskferryError, match="layer_scalar was not written as it was meant"):
         lazy.check(out, TaskVector({}))
+
+
+def test_a_fine_tune_that_changes_a_buffer_says_that_it_stays(tmp_path: Path) -> None:
+    base = gemma(tmp_path / "a", 32, 0)
+    with torch.no_grad():
+        base.model.layers[1].layer_scalar.fill_(0.9)  # type: ignore[union-attr, index, operator]
+        base.model.layers[1].mlp.up_proj.weight.add_(0.1)  # type: ignore[union-attr, index, operator]
+    base.save_pretrained(tmp_path / "tuned")  # type: ignore[operator]
+    whole = load_tuned(tmp_path / "tuned", load_model(tmp_path / "a"))
+    lazy = Difference(LazyModel("a", tmp_path / "a"), LazyModel("tuned", tmp_path / "tuned"))
+    assert whole.ignored == lazy.left_out
+    assert list(whole.ignored) == ["model.layers.1.layer_scalar"]
+    assert "a buffer" in whole.ignored["model.layers.1.layer_scalar"]
+    assert [name for name in lazy if lazy.changed(name)] == list(whole.tau.deltas)
 
 
 def test_buffers_of_another_shape_are_refused(tmp_path: Path) -> None:

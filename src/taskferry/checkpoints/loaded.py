@@ -12,6 +12,8 @@ from torch import nn
 
 from taskferry.errors import TaskferryError
 
+BUFFER = "a buffer, no weight: the target keeps its own"  # why a change of one stays behind
+
 
 @dataclass(frozen=True)
 class Loaded:

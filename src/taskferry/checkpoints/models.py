@@ -22,7 +22,7 @@ from taskferry.checkpoints import gguf, huggingface, openclip, timm
 from taskferry.checkpoints.adapters import Adapter, Skeleton, in_body, is_adapter, read_adapter
 from taskferry.checkpoints.conversion import is_lora, read_converted
 from taskferry.checkpoints.expert_adapters import alike
-from taskferry.checkpoints.loaded import Loaded, to_device
+from taskferry.checkpoints.loaded import BUFFER, Loaded, to_device
 from taskferry.checkpoints.quantised import same_form, traces
 from taskferry.checkpoints.states import is_state_file, read_state
 from taskferry.checkpoints.vocabulary import resized
@@ -155,7 +155,8 @@ def load_tuned(given: str | Path, base: Loaded) -> Tuned:
             f"{given} is a {type(tuned.model).__name__}, the base a {type(base.model).__name__}: give the base model "
             "that was tuned"
         )
-    after, before = (dict(m.named_parameters()) for m in (tuned.model, _stored(base)))
+    stored = _stored(base)
+    after, before = (dict(m.named_parameters()) for m in (tuned.model, stored))
     shared = {n for n in before if n in after and n not in base.absent and n not in tuned.absent}
     reshaped = {n for n in shared if before[n].shape != after[n].shape}
     tokens = resized(base.model, {name: tuple(parameter.shape) for name, parameter in after.items()})
@@ -173,7 +174,9 @@ def load_tuned(given: str | Path, base: Loaded) -> Tuned:
     unread = tuned.extra.get("unexpected", ())
     heads = [*unread, *sorted(set(after) - set(before)), *sorted(reshaped)]
     ignored = dict.fromkeys(heads, "a task head that the base does not have in this form") | tokens
-    return Tuned(tau, None, ignored, given, frozenset(unread))
+    buffers = dict(tuned.model.named_buffers())
+    differ = [n for n, b in stored.named_buffers() if n in buffers and not torch.equal(b, buffers[n].to(b))]
+    return Tuned(tau, None, ignored | dict.fromkeys(differ, BUFFER), given, frozenset(unread))
 
 
 def _stored(base: Loaded) -> nn.Module:

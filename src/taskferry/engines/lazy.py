@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from taskferry.checkpoints import Loaded, huggingface
 from taskferry.checkpoints.folders import INDEX, tensor_files
-from taskferry.checkpoints.loaded import as_stored
+from taskferry.checkpoints.loaded import BUFFER, as_stored
 from taskferry.checkpoints.quantised import by_blocks, form_of, same_form, write_plain
 from taskferry.checkpoints.scales import Scales
 from taskferry.checkpoints.vocabulary import resized
@@ -285,6 +285,8 @@ class Difference(LazyDeltas):
             )
         self.base, self.tuned = base, tuned
         self.names = [name for name in base.shapes if name not in self.left_out]
+        both_have = [name for name in base.buffers if name in tuned.buffers]
+        self.left_out |= dict.fromkeys(filter(self.changed, both_have), BUFFER)
 
     def __getitem__(self, name: str) -> Tensor:
         after, before = (next(model.read([name]))[1] for model in (self.tuned, self.base))
