@@ -209,9 +209,15 @@ def curve_rows(curves: Iterable[Curve]) -> list[list[str]]:
 
 
 def draw_refined(cells: dict[str, Any], by: str) -> str:
-    """Share with 100 samples on all pairs of the zoo that were run, against "steps" or against "CPU-seconds"."""
+    """Share with 100 samples on all pairs of the zoo, against "steps" or "CPU-seconds".
+
+    Of each line the curve with the most steps among those on the most pairs and tasks, be it of fewer draws.
+    """
+    longest: dict[str, Curve] = {}
+    for curve in sorted(refined(in_table(cells, ZOO, MORE), 100), key=lambda c: (c.last.places, max(c.points))):
+        longest[curve.line] = curve
     curves = []
-    for curve in zoo_curves(cells).values():
+    for curve in longest.values():
         points = {} if 0 in curve.points else {0.0: 0.0}
         points |= {float(n) if by == "steps" else point.cpu: 100 * point.share for n, point in curve.points.items()}
         curves.append(Line(curve.line, list(points), list(points.values()), dashed="labels" in curve.line))
