@@ -110,6 +110,8 @@ def test_instructions_are_prompts_in_the_words_of_their_form(world: Path, tmp_pa
 def test_a_system_text_goes_in_front_and_unwanted_completions_are_left_out() -> None:
     kind, rows = unified([{"conversations": [{"from": "human", "value": "a"}], "system": "Be brief."}])
     assert (kind, rows[0]["messages"]) == ("messages", [{"role": "system", "content": "Be brief."}, user("a")])
+    turns = [{"from": "system", "value": ""}, {"from": "human", "value": "a"}, {"from": "gpt", "value": ""}]
+    assert unified([{"conversations": turns}])[1][0]["messages"] == [user("a"), assistant("")]  # an empty system: none
     kind, rows = unified([{"prompt": "a", "completion": "b", "label": wanted} for wanted in (True, False, True)])
     assert (kind, len(rows)) == ("prompt", 2)
     kind, rows = unified([{"prompt": "a", "label": False}])

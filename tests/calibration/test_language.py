@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from taskferry import TaskferryError
-from taskferry.calibration.language import Segment, language_calibration, sequence_calibration
+from taskferry.calibration.batch import IGNORED
+from taskferry.calibration.language import (
+    Segment,
+    differ_in_spaces,
+    language_calibration,
+    rendered_chat,
+    sequence_calibration,
+)
 from tests.helpers.texts import train
+
+ByteLevel = pytest.importorskip("tokenizers.processors").ByteLevel
 
 
 def test_short_answers_are_counted_in_their_place() -> None:
@@ -18,6 +28,55 @@ def test_short_answers_are_counted_in_their_place() -> None:
     counted = (labels != -100).nonzero().flatten().tolist()
     assert tokenizer.decode(ids[: counted[-1] + 1]).endswith("<|assistant|> a")
     assert len(counted) <= 2
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+STRICT = (
+    "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ raise_exception('No user') }}{% endif %}"
+    "{% for m in messages %}{% if not m.content %}{{ raise_exception('An empty message') }}{% endif %}"
+    "[{{ m.role }}] {{ m.content }} {% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, STRICT])
+@pytest.mark.parametrize("answer", ["<think>hm</think> four", "<", "<|", "taskferry-message", "tas", "user", "b"])
+def test_messages_stand_where_the_template_puts_them(template: str, answer: str) -> None:
+    """Whatever they begin with, and though a template refuses empty messages and chats that nobody began."""
+    tokenizer = train("bytes")
+    tokenizer.chat_template = template
+    chat = [("system", "b"), ("user", answer), ("assistant", answer), ("user", " <b> "), ("assistant", answer)]
+    text, places = rendered_chat(tokenizer, [Segment(said, True, role) for role, said in chat])
+    mark = "<|im_start|>{}\n" if template == CHATML else "[{}] "
+    at = 0
+    for (role, said), place in zip(chat, places, strict=True):
+        at = text.index(mark.format(role), at) + len(mark.format(role))
+        assert text[at : place.start].strip() == ""
+        assert text[place.start : place.stop] == said.strip()
+        at = place.stop
+
+
+def test_tokens_meet_whether_or_not_the_space_is_theirs() -> None:
+    """Offsets of one tokenizer have the space in front of a word, those of the other do not."""
+    A, B = train("bytes"), train("bytes")
+    rows = [[Segment("The ferry leaves", False), Segment(" at dawn from the harbour")]]
+    for tokenizer, trim in ((A, False), (B, True)):
+        tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=trim)
+    assert differ_in_spaces(A, B)
+    assert not differ_in_spaces(A, A)
+    assert not differ_in_spaces(B, None)
+    ((one, other),) = language_calibration(rows, A, B).pairs
+    assert torch.equal(one.inputs["input_ids"], other.inputs["input_ids"])
+    assert torch.equal(one.spans["tokens"], other.spans["tokens"])
+    ((as_it_is, _),) = language_calibration(rows, A, A).pairs
+    assert not torch.equal(as_it_is.spans["tokens"], one.spans["tokens"])  # only where they differ
+
+
+def test_a_tokenizer_without_any_mark_pads_all_the_same() -> None:
+    tokenizer = train("bytes")
+    tokenizer.pad_token = tokenizer.eos_token = None
+    ((batch, _),) = language_calibration([[Segment("Yes.")], [Segment("The ferry leaves.")]], tokenizer).pairs
+    assert batch.inputs["attention_mask"].sum(1).tolist() != [batch.inputs["input_ids"].shape[1]] * 2
+    assert bool((batch.inputs["labels"][batch.inputs["attention_mask"] == 0] == IGNORED).all())
 
 
 def test_long_prompts_keep_their_answers() -> None:

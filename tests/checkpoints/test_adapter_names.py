@@ -181,3 +181,49 @@ def test_a_revision_stands_where_peft_reads_it(
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == (name, revision)
     assert peft.LoraConfig.from_pretrained(tmp_path / "out").revision == revision
+
+
+def test_patterns_are_in_the_names_that_the_adapter_has(tmp_path: Path) -> None:
+    """Names of an older release are read, and α by module with them."""
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    sight = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "image_size": 16, "patch_size": 8}  # fmt: skip
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**text), vision_config=transformers.CLIPVisionConfig(**sight)
+    )
+    model = transformers.LlavaForConditionalGeneration(config)
+    model.save_pretrained(tmp_path / "base")
+    now, then = "model.language_model.layers", "language_model.model.layers"
+    lora = made(model, tmp_path / "lora", r".*language_model.*q_proj",  # type: ignore[arg-type]
+                lora_alpha=2, alpha_pattern={f"{now}.0.self_attn.q_proj": 32})  # fmt: skip
+    base = load_model(tmp_path / "base")
+    known = load_tuned(lora, base).tau
+    for file in (lora / "adapter_model.safetensors", lora / "adapter_config.json"):
+        if file.suffix == ".json":
+            file.write_text(file.read_text().replace(f'"{now}', f'"{then}'))
+        else:
+            save_file({name.replace(now, then): tensor for name, tensor in load_file(file).items()}, file)
+    older = load_tuned(lora, base).tau
+    assert len(known) == 2
+    for name, delta in known.deltas.items():
+        assert torch.allclose(older.deltas[name].dense(), delta.dense()), name  # type: ignore[union-attr]
+
+
+def test_a_lora_of_a_convolution_is_called_one(tmp_path: Path) -> None:
+    sight = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "image_size": 16, "patch_size": 8}  # fmt: skip
+    model = transformers.ViTModel(transformers.ViTConfig(**sight))
+    model.save_pretrained(tmp_path / "base")
+    tuned = load_tuned(made(model, tmp_path / "lora", ["projection", "query", "q_proj"]), load_model(tmp_path / "base"))
+    assert len(tuned.ignored) == 2
+    assert set(tuned.ignored.values()) == {"a LoRA of a convolution: only linear layers move"}
+    assert tuned.adapter is not None
+    assert not tuned.adapter.saved
+
+
+def test_inspect_reads_files_of_older_releases(world: Path, tmp_path: Path) -> None:
+    lora = made(transformers.AutoModel.from_pretrained(world / "bert"), tmp_path / "lora", ["query"])
+    torch.save(load_file(lora / "adapter_model.safetensors"), lora / "adapter_model.bin")
+    (lora / "adapter_model.safetensors").unlink()
+    assert "lora_A" in taskferry("inspect", lora).out

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from taskferry import TaskVector
+from taskferry.checkpoints import load_model, write_model
 from tests.helpers.command import taskferry
 
 timm = pytest.importorskip("timm")
@@ -103,3 +106,28 @@ def test_openclip_folders(tmp_path: Path) -> None:
     assert near.json["provenance"]["calibration"]["samples"] == 9
     name = taskferry("inspect", f"openclip:ViT-B-32:{tmp_path / 'absent.pt'}", code=2)
     assert "does not exist" in name.err
+
+
+def test_timm_files_in_older_names(tmp_path: Path) -> None:
+    """timm renames them on loading: the change belongs to the names that they have then."""
+    args = {"img_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 16, "depths": (1, 1, 1),
+            "num_heads": (1, 2, 4), "num_classes": 3}  # fmt: skip
+    model = timm.create_model("swin_tiny_patch4_window7_224", **args)
+    folder, out = tmp_path / "swin", tmp_path / "out"
+    folder.mkdir()
+    out.mkdir()
+
+    def older(name: str) -> str:
+        moved = re.sub(r"layers\.(\d+)\.downsample", lambda at: f"layers.{int(at[1]) - 1}.downsample", name)
+        return moved.replace("head.fc.", "head.")
+
+    save_file({older(name): t.contiguous() for name, t in model.state_dict().items()}, folder / "model.safetensors")
+    known = {"input_size": [3, 32, 32], "num_classes": 3, "first_conv": "patch_embed.proj", "classifier": "head.fc"}
+    config = {"architecture": "swin_tiny_patch4_window7_224", "model_args": args, "pretrained_cfg": known}
+    (folder / "config.json").write_text(json.dumps(config | {"num_classes": 3}))
+    target = load_model(folder)
+    name = "layers.2.downsample.reduction.weight"
+    tau = TaskVector({name: torch.ones_like(dict(target.model.named_parameters())[name])})
+    write_model(target, tau, out)
+    before, after = (timm.create_model(f"local-dir:{each}", pretrained=True).state_dict() for each in (folder, out))
+    assert all(torch.equal(after[n], t + 1 if n == name else t) for n, t in before.items())

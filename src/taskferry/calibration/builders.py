@@ -117,7 +117,7 @@ def _in_chunks(
 def fill_padding(tokenizer: Any) -> None:
     """Texts of one batch are padded by something, where a tokenizer has no token for it."""
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)  # masked, whatever it is
 
 
 def _encoded(

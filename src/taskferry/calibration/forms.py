@@ -80,12 +80,14 @@ def _conversation(row: Row, where: str) -> list[dict[str, Any]] | None:
     messages = []
     for turn in turns if isinstance(turns, list) else [turns]:
         said = turn if isinstance(turn, Mapping) else {}
-        speaker, text = (said.get(a) or said.get(b) for a, b in (("from", "role"), ("value", "content")))
+        pairs = (("from", "role"), ("value", "content"))
+        speaker, text = (said[a] if said.get(a) is not None else said.get(b) for a, b in pairs)
         if not isinstance(speaker, str) or not isinstance(text, str):
             raise TaskferryError(
                 f"{where}: conversations need a speaker and a text each: [{{'from': 'human', 'value': '…'}}, …]"
             )
-        messages.append({"role": _SPEAKERS.get(speaker, speaker), "content": text})
+        if speaker != "system" or text:  # an empty one stands for none
+            messages.append({"role": _SPEAKERS.get(speaker, speaker), "content": text})
     if isinstance(row.get("system"), str) and row["system"] and messages and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": row["system"]})
     return messages

@@ -41,6 +41,9 @@ class Place:
     counted: bool
 
 
+MARK = "taskferry-message"  # stands for a message, to see what a template writes around it
+
+
 def segments_of(row: Mapping[str, Any]) -> list[Segment]:
     """A row of a file: `messages`, `prompt` with `completion`, or `text`."""
     if row.get("messages") is not None:
@@ -61,7 +64,10 @@ def segments_of(row: Mapping[str, Any]) -> list[Segment]:
             "pairs of texts are for sentence encoders; a language model needs text, prompt and completion, or messages"
         )
     if not isinstance(row.get("text"), str):
-        raise TaskferryError("a row has neither text, nor prompt and completion, nor messages")
+        raise TaskferryError(
+            f"the row {str(dict(row))[:80]} has neither text, nor prompt and completion, nor messages: fill it, or "
+            "leave it out"
+        )
     return [Segment(row["text"])]
 
 
@@ -94,12 +100,15 @@ def language_calibration(
     if len(kinds) > 1:  # marks at the beginning and what is cut differ between them
         raise TaskferryError(f"the samples are {' and '.join(sorted(kinds))}: give one kind in a file")
 
+    bare = differ_in_spaces(tokenizer_A, tokenizer_B)
+
     def batch(tokenizer: Any, chosen: range) -> Batch:
         rendered = [rendered_chat(tokenizer, samples[i]) for i in chosen]
         first = samples[chosen[0]]
         answers = len(first) > 1  # a prompt or chat, not plain text
         texts = [text for text, _ in rendered]
-        encoded = _encode(tokenizer, texts, max_length, chat=first[0].role is not None, keep_end=answers)
+        chat = first[0].role is not None
+        encoded = _encode(tokenizer, texts, max_length, bare, chat=chat, keep_end=answers)
         spans, counted = spans_of(encoded.pop("offset_mapping"), [places for _, places in rendered])
         ids, mask = encoded["input_ids"], encoded["attention_mask"]
         labels = ids.masked_fill((mask == 0) | ~counted, IGNORED)
@@ -127,12 +136,13 @@ def sequence_calibration(
     micro_batch: int = 8,
 ) -> Calibration:
     """For encoder-decoders: what does not count is read, what counts is the answer."""
+    bare = differ_in_spaces(tokenizer_A, tokenizer_B)
 
     def batch(tokenizer: Any, chosen: range) -> Batch:
         asked = ["".join(s.text for s in samples[i] if not s.counted) for i in chosen]
         answers = ["".join(s.text for s in samples[i] if s.counted) for i in chosen]
-        encoder = _encode(tokenizer, asked, max_length)
-        decoder = _encode(tokenizer, answers, max_length)
+        encoder = _encode(tokenizer, asked, max_length, bare)
+        decoder = _encode(tokenizer, answers, max_length, bare)
         spans = {"tokens": encoder.pop("offset_mapping"), "decoder": decoder["offset_mapping"]}
         labels = decoder["input_ids"].masked_fill(decoder["attention_mask"] == 0, IGNORED)
         inputs = {"input_ids": encoder["input_ids"], "attention_mask": encoder["attention_mask"], "labels": labels}
@@ -157,7 +167,7 @@ def rendered_chat(tokenizer: Any, segments: Sequence[Segment]) -> tuple[str, lis
     for i, segment in enumerate(segments):
         content = segment.text if segment.role is None else segment.text.strip()
         if segment.role is not None:
-            at = max(at, _opening(tokenizer, text, segments[: i + 1], seen))
+            at = max(at, _opening(tokenizer, text, segments, i, seen))
         start = text.find(content, at)
         if start < 0:
             raise TaskferryError("a chat template changes the text of a message: its tokens cannot be paired")
@@ -191,19 +201,24 @@ def _parts(segment: Segment) -> list[dict[str, str]]:
     return {None: [text], "front": [image, text], "behind": [text, image]}[segment.picture]
 
 
-def _opening(tokenizer: Any, text: str, segments: Sequence[Segment], seen: bool) -> int:
-    """Where the last message's own text can begin: behind what comes before it and the mark of its role.
+def _opening(tokenizer: Any, text: str, segments: Sequence[Segment], i: int, seen: bool) -> int:
+    """Where the text of message i can begin: behind what comes before it and the mark of its role.
 
-    A short answer ("a") may stand inside the mark itself ("assistant").
+    A short answer ("a") may stand inside the mark itself ("assistant"). So the chat is written once more, with another
+    text in the message's place; not with none, and not cut behind it, because templates refuse such chats.
     """
-    messages = _messages([*segments[:-1], replace(segments[-1], text="")], seen)
-    empty = templated(tokenizer, messages)
-    return next((i for i, (a, b) in enumerate(zip(text, empty, strict=False)) if a != b), min(len(text), len(empty)))
+    other = MARK
+    while other in text:
+        other += "-"
+    told = [replace(segment, text=other) if k == i else segment for k, segment in enumerate(segments)]
+    before = templated(tokenizer, _messages(told, seen)).partition(other)[0]
+    return next((at for at, (a, b) in enumerate(zip(text, before, strict=False)) if a != b), len(before))
 
 
 def _encode(
-    tokenizer: Any, texts: list[str], max_length: int, chat: bool = False, keep_end: bool = False
+    tokenizer: Any, texts: list[str], max_length: int, bare: bool, chat: bool = False, keep_end: bool = False
 ) -> dict[str, Tensor]:
+    """`bare`: offsets without the space in front of a word."""
     check_fast(tokenizer)
     fill_padding(tokenizer)
     # Of a prompt and its answer the end matters: cut the beginning.
@@ -220,7 +235,26 @@ def _encode(
         )
     finally:
         tokenizer.truncation_side = side
-    return dict(encoded)
+    found = dict(encoded)
+    if bare:
+        for text, offsets in zip(texts, found["offset_mapping"], strict=True):
+            for span in offsets:
+                written = text[span[0] : span[1]]
+                span[0] += len(written) - len(written.lstrip()) if written.strip() else 0
+    return found
+
+
+def differ_in_spaces(tokenizer_A: Any, tokenizer_B: Any | None) -> bool:
+    """Whether a token's offsets have the space in front of its word by one tokenizer and not by the other.
+
+    Tokens that begin with the same character would not be found to.
+    """
+    kinds = set()
+    for tokenizer in (tokenizer_A, tokenizer_B or tokenizer_A):
+        check_fast(tokenizer)
+        offsets = tokenizer("a b", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        kinds.add(any(start == 1 for start, _ in offsets))
+    return len(kinds) > 1
 
 
 def check_fast(tokenizer: Any) -> None:

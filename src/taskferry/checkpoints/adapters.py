@@ -46,6 +46,7 @@ _PREFIX = "base_model.model."
 TIED = ("lm_head", "embed_out")  # heads that many bases give the weights of their embedding
 HEADS = ("classifier", "score")  # what PEFT saves of a classifier, asked for or not
 _NUMBER = re.compile(r"\.\d+\.")
+_CONVOLUTION = "a LoRA of a convolution: only linear layers move"
 _MODULE = "a module trained in full beside the LoRA (modules_to_save), such as a task head"
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 
@@ -143,13 +144,19 @@ def is_adapter(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
+def weights_of(folder: Path) -> Path:
+    """Its file of weights."""
+    found = next((folder / n for n in (WEIGHTS, "adapter_model.bin") if (folder / n).is_file()), folder / WEIGHTS)
+    if found.is_symlink():
+        check_inside(folder, found)
+    return found
+
+
 def read_adapter(folder: Path, base: Skeleton) -> Adapter:
     """τ = s B A with s = α / r, or α / √r for rsLoRA; ranks and α by module as PEFT reads them."""
     config = read_config(folder)
     alphas, ranks = (Patterns(folder, name, config.get(name)) for name in ("alpha_pattern", "rank_pattern"))
-    weights = next((folder / n for n in (WEIGHTS, "adapter_model.bin") if (folder / n).is_file()), folder / WEIGHTS)
-    if weights.is_symlink():
-        check_inside(folder, weights)
+    weights = weights_of(folder)
     factors: dict[str, dict[str, Tensor]] = {}
     ignored: dict[str, str] = {}
     saved: dict[str, Tensor] = {}
@@ -161,7 +168,7 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
         else:
             if _frozen(name, tensor, base, config):
                 continue
-            ignored[name] = _why_ignored(name)
+            ignored[name] = _CONVOLUTION if factor is not None else _why_ignored(name)
             if ignored[name] == _MODULE and not in_body(name):
                 saved[name] = tensor
     if not factors:
@@ -178,9 +185,9 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
         found[name] = change_of(name, sides, base.parameters[name][0] if name in base.stacked else 0)
         modules.append(module)
     found |= old_experts(factors, change_of, base)
-    factors, names = _matched(folder, factors, base)
+    names = _matched(folder, factors, base)
     for module, sides in factors.items():
-        found[names[f"{module}.weight"]] = change_of(module, sides)
+        found[names[module][1]] = change_of(module, sides)  # patterns are in the adapter's own names
     deltas: dict[str, Delta] = {}
     for name, change in found.items():
         change = change.T if name in base.transposed else change
@@ -194,7 +201,7 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
     wrong = not_finite({name: (d.left, d.right) for name, d in deltas.items() if isinstance(d, LowRank)})
     if wrong is not None:
         raise TaskferryError(f"{folder}: the change of {wrong} holds numbers that are not finite")
-    headed = _is_headed([*factors, *modules], base, config)
+    headed = _is_headed([*(now for now, _ in names.values()), *modules], base, config)
     return Adapter(TaskVector(deltas), config, headed, dtype, ignored, saved)
 
 
@@ -293,17 +300,20 @@ def _frozen(name: str, tensor: Tensor, base: Skeleton, config: Mapping[str, Any]
     return own != name and any(alike(own, known) and shape == size for known, size in base.parameters.items())
 
 
-def _matched(
-    folder: Path, factors: dict[str, dict[str, Tensor]], base: Skeleton
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
-    """The factors, and the base's name of the weight of each module; by names of older releases where new ones fail."""
+def _matched(folder: Path, factors: Mapping[str, Mapping[str, Tensor]], base: Skeleton) -> dict[str, tuple[str, str]]:
+    """What each module is called now, and the base's name of its weight; by older names where today's fail."""
+
+    def found(now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+        names = match_names([f"{module}.weight" for module in now.values()], base.parameters)
+        return {module: (name, names[f"{name}.weight"]) for module, name in now.items()}
+
     try:
-        return factors, match_names([f"{module}.weight" for module in factors], base.parameters)
+        return found({module: module for module in factors})
     except TaskferryError as error:
         if base.older is not None:
-            renamed = {base.older(f"{module}.weight").removesuffix(".weight"): f for module, f in factors.items()}
+            older = base.older
             with suppress(TaskferryError):
-                return renamed, match_names([f"{module}.weight" for module in renamed], base.parameters)
+                return found({module: older(f"{module}.weight").removesuffix(".weight") for module in factors})
         lost = [module for module in factors if not _known(module, base)]
         if lost and all(module.rpartition(".")[2] in TIED for module in lost):
             raise TaskferryError(

@@ -51,8 +51,14 @@ def write(target: Loaded, tau: TaskVector, folder: Path) -> None:
     """config.json as it is, and model.safetensors in the target's precision."""
     if target.folder is None:
         raise ValueError("a timm model has a folder")
-    state = add_to_state(read_state(_weights(target.folder)), tau)
-    write_plain_safetensors(folder / "model.safetensors", state)
+    state = read_state(_weights(target.folder))
+    now = target.model.state_dict()
+    if state.keys() != now.keys():  # timm knows the names of older files
+        model = _import().create_model(f"local-dir:{target.folder}", pretrained=True)
+        state = {
+            name: t.to(target.extra["dtype"]) if t.is_floating_point() else t for name, t in model.state_dict().items()
+        }
+    write_plain_safetensors(folder / "model.safetensors", add_to_state(state, tau))
     (folder / "config.json").write_bytes((target.folder / "config.json").read_bytes())
 
 

@@ -97,11 +97,12 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
 
 def _adapter(path: Path) -> tuple[str, list[dict[str, Any]]]:
     """An adapter by itself: its settings, and the shapes of its factors."""
+    from taskferry.checkpoints.adapters import weights_of
     from taskferry.checkpoints.states import read_state
     from taskferry.disk.files import read_json
 
     config = read_json(path / "adapter_config.json")
-    state = read_state(path / "adapter_model.safetensors")
+    state = read_state(weights_of(path))
     title = f"{config.get('peft_type')} adapter of rank {config.get('r')} for {config.get('base_model_name_or_path')}"
     return title, [{"tensor": name, "shape": tuple(tensor.shape)} for name, tensor in state.items()]
 

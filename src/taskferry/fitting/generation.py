@@ -22,7 +22,7 @@ import torch
 
 from taskferry.calibration.data import Samples, load_samples
 from taskferry.calibration.forms import Kind, Row
-from taskferry.calibration.language import check_fast, messages_of, templated
+from taskferry.calibration.language import MARK, check_fast, messages_of, templated
 from taskferry.calibration.samplers import choose
 from taskferry.checkpoints import Loaded, Tuned, is_adapter, load_tuned
 from taskferry.choices import FREE, OWN
@@ -37,7 +37,6 @@ from taskferry.settings import GenerationSettings
 STAGE = "generate"
 BATCH = 16  # texts that are written together
 TRIES = 4  # so many times the texts that are wanted, where some say nothing
-_MARK = "taskferry-message"  # stands for a message, to see what a template writes around it
 
 Everyone = Callable[[list[Row]], list[list[Row]]]  # what each process has drawn, in the order of their numbers
 
@@ -296,8 +295,8 @@ def _unanswered(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 def _around(tokenizer: Any, messages: Sequence[Mapping[str, Any]], role: str) -> tuple[str, str]:
     """What a chat template writes before and behind the next message."""
-    text = templated(tokenizer, [*messages, {"role": role, "content": _MARK}])
-    before, found, behind = text.partition(_MARK)
+    text = templated(tokenizer, [*messages, {"role": role, "content": MARK}])
+    before, found, behind = text.partition(MARK)
     if not found:
         raise TaskferryError(f"the chat template of the source drops the message of a {role}: give --prompts a file")
     return before, behind
