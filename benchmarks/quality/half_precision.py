@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from benchmarks.quality import head, language_models
+from benchmarks.quality.language_tasks import BATCH, LENGTH, TASKS
 from benchmarks.shared import common
 from benchmarks.zoo import zoo_data
 from taskferry import Alignment, Pool, TaskVector, load_model, load_tuned
@@ -66,10 +67,8 @@ def language() -> tuple[Maker, Score] | None:
     if not all(place.exists() for place in (*places, lora)):
         print("no language models: see language_models.py", flush=True)
         return None
-    settings = CalibrationSettings(
-        calibration="trec", samples=100, micro_batch=language_models.BATCH, max_length=language_models.LENGTH
-    )
-    train, test = (language_models.samples_of("trec", split) for split in ("train", "test"))
+    settings = CalibrationSettings(calibration="trec", samples=100, micro_batch=BATCH, max_length=LENGTH)
+    train, test = (TASKS["trec"].samples(split) for split in ("train", "test"))
     test = test.take(range(language_models.TEST))
     target: Loaded = load_model(str(places[1]))
 
@@ -80,7 +79,7 @@ def language() -> tuple[Maker, Score] | None:
         return Job.of(A.model, B.model, tuned.tau, prepared.calibration, prepared.objectives)
 
     def score(change: TaskVector) -> float:
-        batches = Pool(test, target, max_length=language_models.LENGTH).batches(range(len(test)), 20)
+        batches = Pool(test, target, max_length=LENGTH).batches(range(len(test)), 20)
         with moved_by(target.model, change) as at:
             at(1.0)
             return float(evaluate(target.model, batches, LanguageModel()).right or 0.0)

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.quality import language_models as real
+from benchmarks.quality.language_tasks import BATCH, LENGTH, TASKS
 from benchmarks.shared import common
 from benchmarks.zoo import zoo_data
 from taskferry import TaskVector, load_model, load_tuned
@@ -46,7 +47,7 @@ from taskferry.methods import Job, Moved, run
 from taskferry.settings import CalibrationSettings
 from taskferry.taskvector import LowRank
 
-TASKS = ("emotion", "snli")
+ASKED = ("emotion", "snli")
 PAIRS = real.PAIRS[:2]
 COUNT, MORE = 100, 400
 DEFAULT = "the default"
@@ -65,15 +66,15 @@ class Trial:
 
     @cached_property
     def samples(self) -> Samples:
-        return real.samples_of(self.task, "train")
+        return TASKS[self.task].samples("train")
 
     @cached_property
     def test(self) -> Samples:
-        return real.questions(self.task, self.tested)
+        return TASKS[self.task].questions(self.tested)
 
     def prepared(self, count: int = COUNT, samples: Samples | None = None) -> Prepared:
         settings = CalibrationSettings(
-            calibration=self.task, samples=count, seed=self.seed, micro_batch=real.BATCH, max_length=real.LENGTH
+            calibration=self.task, samples=count, seed=self.seed, micro_batch=BATCH, max_length=LENGTH
         )
         return prepare(settings, *self.models, self.changes[0], samples=samples or self.samples)
 
@@ -93,7 +94,8 @@ class Trial:
 
     def score(self, added: TaskVector, scale: float = 1.0) -> tuple[float, float]:
         """Right answers in per cent, and the loss."""
-        return real.right_answers(self.models[1], self.test, added, scale)
+        found = TASKS[self.task].score(self.models[1], self.test, added, scale)
+        return found.score, found.loss
 
     def answered(self, others: int) -> Calibration:
         """The default's samples, and each of them again with so many answers that are not its own: for maps alone."""
@@ -272,7 +274,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here; what it holds already is kept")
     parser.add_argument("--models", type=Path, default=real.HOME, help="where the folders of the models are")
     parser.add_argument("--pairs", nargs="+", type=lambda pair: tuple(pair.split(":")), default=PAIRS, metavar="A:B")
-    parser.add_argument("--tasks", nargs="+", choices=real.TASKS, default=TASKS)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=ASKED)
     parser.add_argument("--only", nargs="+", choices=IDEAS, default=list(IDEAS))
     parser.add_argument("--seeds", type=int, default=1)
     options = parser.parse_args()

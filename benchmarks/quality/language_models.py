@@ -6,13 +6,14 @@
 
 Each model is a folder of FOLDER or a hub name. A LoRA of rank 8 on every projection of the blocks is trained by PEFT on
 all samples of a task, on the source and on the target (the oracle); the target answers 400 other questions. An answer
-is right where it is the likeliest of those that the task has. The calibration samples are questions with their answers,
+is right where it is the likeliest of those that the task has, or for JSON the one that is written; scripture is scored
+by its loss. The calibration samples are questions with their answers,
 questions that the tuned source answers (teacher; its LoRA then learned to end an answer, as in ends), or texts that it
 writes freely (generated). Ways are those of `frontier.py`, each alone and in one thread. Fine-tunes are kept beside the
 other data of the benchmarks, every way of a cell is written when it is done, and a run goes on where an earlier one
 stopped.
 
-Bound: no way that chooses its scale is below the target by more than a point on a pair and task.
+Bound: no way that chooses its scale is below the target by more than a point on a pair and task (0.01 of a loss).
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,17 +33,16 @@ import torch
 
 from benchmarks.quality import frontier_tables as frontier
 from benchmarks.quality import ways
+from benchmarks.quality.language_tasks import BATCH, LENGTH, TASKS, Domain
 from benchmarks.shared import common
 from benchmarks.zoo import zoo_data
-from taskferry import TaskVector, load_model, load_samples, load_tuned
-from taskferry.calibration.data import Samples
+from taskferry import TaskVector, load_model, load_tuned
 from taskferry.checkpoints import Loaded, Tuned
 from taskferry.disk.staging import staged_folder
-from taskferry.evaluation import Pool, evaluate
+from taskferry.evaluation import Pool
 from taskferry.fitting.generation import draw
 from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.preparation import Prepared, prepare
-from taskferry.fitting.scale import moved_by
 from taskferry.jobs.settings import PlanSettings
 from taskferry.methods import Job
 from taskferry.settings import CalibrationSettings
@@ -53,7 +52,7 @@ HOME = Path(os.environ.get("TASKFERRY_REAL", Path.home() / ".cache" / "taskferry
 SMOL, GEMMA = "smollm2-135m-instruct", "gemma-3-270m"
 SMALL, LARGE = "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct"
 PAIRS = ((SMOL, GEMMA), (GEMMA, SMOL), (SMOL, SMALL), (SMALL, LARGE), (LARGE, SMALL))
-LENGTH, TEST, BATCH = 96, 400, 20
+TEST = 400
 LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 PROTOCOL = FineTuning(
     steps=120, batch=8, learning_rate=1e-3, weight_decay=0.0, warmup=10, validation=0.0, every=40, precision="float32"
@@ -75,37 +74,6 @@ WAYS: dict[str, ways.Way] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Task:
-    """A classification in words: how a sample is asked, and what the classes are called."""
-
-    prompt: str
-    answers: tuple[str, ...]
-
-
-TASKS = {
-    "trec": Task("Question: {text}\nAnswer type:", ("abbreviation", "entity", "description", "human", "location",
-                                                    "number")),
-    "emotion": Task("Message: {text}\nFeeling:", ("sadness", "joy", "love", "anger", "fear", "surprise")),
-    "ag_news": Task("Article: {text}\nTopic:", ("world", "sports", "business", "technology")),
-    "snli": Task("Premise: {text}\nHypothesis: {text_pair}\nRelation:", ("entailment", "neutral", "contradiction")),
-}  # fmt: skip
-
-
-def samples_of(name: str, split: str, end: str = "") -> Samples:
-    """Prompts and completions; `end` closes an answer, for a model that is to stop there."""
-    task = TASKS[name]
-    given = load_samples(str(common.need_shared() / "data" / name), split=split)
-    rows = [
-        {
-            "prompt": task.prompt.format(text=row["text"].strip(), text_pair=(row.get("text_pair") or "").strip()),
-            "completion": " " + task.answers[int(row["label"])] + end,
-        }
-        for row in given.rows
-    ]
-    return replace(given, kind="prompt", rows=rows, labels=None, classes=())
-
-
 def tuned(loaded: Loaded, folder: Path, task: str, steps: int, ends: bool = False) -> Path:
     """A LoRA on all samples of a task, trained once; its seconds stand beside it. One that `ends` stops by itself."""
     out = folder / f"{Path(loaded.given).name}-{task}-{steps}{'-ends' if ends else ''}"
@@ -115,7 +83,7 @@ def tuned(loaded: Loaded, folder: Path, task: str, steps: int, ends: bool = Fals
         torch.manual_seed(0)
         model = peft.get_peft_model(loaded.model, peft.LoraConfig(**LORA))
         end = str(loaded.tokenizer().eos_token) if ends else ""
-        data = Pool(samples_of(task, "train", end), loaded, max_length=LENGTH)
+        data = Pool(TASKS[task].samples("train", end), loaded, max_length=LENGTH)
         started = time.process_time()
         protocol = PROTOCOL.model_copy(update={"steps": steps})
         finetune(model, data, LanguageModel(), protocol, folder=folder / f"training-{out.name}")
@@ -136,27 +104,12 @@ def calibration_of(models: tuple[Loaded, Loaded], change: Tuned, name: str, coun
     """
     task, _, origin = name.partition("+")
     given: dict[str, Any] = {"samples": count, "seed": seed, "micro_batch": BATCH, "max_length": LENGTH}
-    samples = samples_of(task, "train")
+    samples = TASKS[task].samples("train")
     if origin == "generated":
         ends = {"source_base": "source", "target_base": "target", "source_tuned": "tuned"}
         samples = draw(PlanSettings(calibration="generate", **ends, **given), *models, change).samples
     labels = {"labels": "teacher"} if origin == "teacher" else {}
     return prepare(CalibrationSettings(calibration=task, **given, **labels), *models, change, samples=samples)
-
-
-def questions(task: str, count: int) -> Samples:
-    """So many of the test split, evenly spread."""
-    test = samples_of(task, "test")
-    return test.take(range(0, len(test), max(1, len(test) // count))[:count])
-
-
-def right_answers(loaded: Loaded, test: Samples, added: TaskVector, scale: float) -> tuple[float, float]:
-    """Of a model with a change added: right answers in per cent, and the loss."""
-    batches = Pool(test, loaded, max_length=LENGTH).batches(range(len(test)), BATCH)
-    with moved_by(loaded.model, added) as at:
-        at(scale)
-        found = evaluate(loaded.model, batches, LanguageModel())
-    return round(float(found.right or 0.0), 2), round(found.loss, 3)
 
 
 def run_cell(
@@ -169,19 +122,21 @@ def run_cell(
     ends = name.endswith(("+teacher", "+ends"))  # a source that answers has to know when to stop
     found = tuned(A, folder, task, steps, ends), tuned(B, folder, task, steps)
     changes = [load_tuned(str(path), loaded) for path, loaded in zip(found, models, strict=True)]
-    test = questions(task, tested)
-    losses: dict[str, float] = {}
+    test = TASKS[task].questions(tested)
+    last: dict[str, float] = {}
 
     def score(added: TaskVector, scale: float, side: int = 1) -> float:
-        right, losses["last"] = right_answers(models[side], test, added, scale)
-        return right
+        found = TASKS[task].score(models[side], test, added, scale)
+        last.clear()
+        last.update(found.facts())
+        return found.score
 
     if "oracle" not in known:
-        known["target"], known["target loss"] = score(TaskVector({}), 1.0), losses["last"]
-        known["source"] = score(changes[0].tau, 1.0, 0)
-        known["oracle"], known["oracle loss"] = score(changes[1].tau, 1.0), losses["last"]
-        cost = json.loads((found[1] / "cost.json").read_text())
-        known["oracle cpu"] = cost["cpu"]
+        told = ("target", TaskVector({}), 1), ("source", changes[0].tau, 0), ("oracle", changes[1].tau, 1)
+        for which, added, side in told:
+            known[which] = score(added, 1.0, side)
+            known |= {f"{which} {fact}": value for fact, value in last.items()}
+        known["oracle cpu"] = json.loads((found[1] / "cost.json").read_text())["cpu"]
     ready = known.setdefault("ways", {})
     if all(way.known(name, ready) for name, way in wanted.items()):
         return
@@ -190,7 +145,7 @@ def run_cell(
     known["samples cpu"] = round(time.process_time() - started, 1)
     job = Job.of(A.model, B.model, changes[0].tau, prepared.calibration, prepared.objectives)
     for _ in ways.run_ways(job, count, wanted, score, ready):
-        ready[next(reversed(ready))]["loss"] = losses["last"]
+        ready[next(reversed(ready))] |= last
         yield
 
 
@@ -200,9 +155,19 @@ def share(cell: dict[str, Any], score: float) -> float:
     return 100 * (score - cell["target"]) / gain if gain else float("nan")  # a quick one may learn nothing
 
 
+def is_domain(key: str) -> bool:
+    """Whether a cell is scored by its loss alone."""
+    return isinstance(TASKS[key.split()[0].partition("+")[0]], Domain)
+
+
+def worst(key: str) -> float:
+    """What a way that chooses its scale may lose: a point, or a hundredth of a nat per token."""
+    return frontier.WORST / 100 if is_domain(key) else frontier.WORST
+
+
 def curves(cells: dict[str, Any]) -> str:
     """Share against steps, in the cells that have every number of them."""
-    some = {key: cell for key, cell in cells.items() if "+" not in key}
+    some = {key: cell for key, cell in cells.items() if "+" not in key and not is_domain(key)}
     starts = {"refined, no move": "", "refined from the default": "the default", "LoRA from scratch, labels": ""}
     found = [curve for curve in frontier.refined(some, 100, starts) if max(curve.points) == STEPS[-1]]
     return common.table(frontier.CURVES, frontier.curve_rows(found)) + "\n\n" if found else ""
@@ -210,23 +175,22 @@ def curves(cells: dict[str, Any]) -> str:
 
 def summary(cells: dict[str, Any]) -> str:
     """What each way recovers over all cells of a number of samples, and what it takes; shares as in `frontier.py`."""
-    rows = []
-    kinds = {(key.split()[0].partition("+")[2], int(key.split()[3])) for key in cells}
-    for (origin, count), name in product(sorted(kinds), WAYS):
-        some = {key: cell for key, cell in cells.items() if key.split()[0].partition("+")[2] == origin}
+    rows, kinds = [], {_kind(key) for key in cells}
+    for (domain, origin, count), name in product(sorted(kinds), WAYS):
+        some = {key: cell for key, cell in cells.items() if _kind(key) == (domain, origin, count)}
         if (found := frontier.summed(some, name, count)) is not None:
+            least = f"{-found.least:+.3f} of the loss" if domain else f"{found.least:+.1f}"
             rows.append([ORIGINS[origin], str(count), name, str(found.cells), f"{frontier.shown_share(found)} %",
-                         f"{found.least:+.1f}", f"{found.cpu:.0f}"])  # fmt: skip
-    header = [
-        "samples",
-        "N",
-        "way",
-        "cells",
-        "share of the oracle's gain",
-        "least gain of a pair and task, points",
-        "CPU-seconds",
-    ]
+                         least, f"{found.cpu:.0f}"])  # fmt: skip
+    header = ["samples", "N", "way", "cells", "share of the oracle's gain", "least gain of a pair and task, points",
+              "CPU-seconds"]  # fmt: skip
     return common.table(header, rows)
+
+
+def _kind(key: str) -> tuple[bool, str, int]:
+    """Cells that are summed together."""
+    task, _, _, count, _ = key.split()
+    return is_domain(key), task.partition("+")[2], int(count)
 
 
 def table(cells: dict[str, Any]) -> str:
@@ -237,25 +201,20 @@ def table(cells: dict[str, Any]) -> str:
         made = f" in {cell['samples cpu']:.0f} CPU-seconds" if origin else ""  # not among those of the ways
         draw = f", draw {int(seed) + 1}" if int(seed) else ""
         where = [f"{task}, {source} → {target}{draw}", ORIGINS[origin] + made, count]
-        rows.append([*where, "target", f"{cell['target']:.1f}", f"{cell['target loss']:.2f}", "", ""])
+
+        def shown(score: float, facts: dict[str, Any], key: str = key, begin: str = "") -> list[str]:
+            right = "" if is_domain(key) else f"{score:.1f}"
+            valid = f" ({facts[begin + 'valid']:.0f} are JSON)" if begin + "valid" in facts else ""
+            return [right + valid, f"{facts.get(begin + 'loss', 0):.2f}"]
+
+        rows.append([*where, "target", *shown(cell["target"], cell, begin="target "), "", ""])
         for name in WAYS:
             way = cell["ways"].get(name, {})
             if "score" in way:
                 recovered = f"{share(cell, way['score']):.0f} %"
-                rows.append(
-                    [
-                        "",
-                        "",
-                        "",
-                        name,
-                        f"{way['score']:.1f}",
-                        f"{way.get('loss', 0):.2f}",
-                        recovered,
-                        f"{way['cpu']:.0f}",
-                    ]
-                )
-        rows.append(["", "", "", "LoRA of all samples on the target (oracle)", f"{cell['oracle']:.1f}",
-                     f"{cell['oracle loss']:.2f}", "100 %", f"{cell['oracle cpu']:.0f}"])  # fmt: skip
+                rows.append(["", "", "", name, *shown(way["score"], way), recovered, f"{way['cpu']:.0f}"])
+        rows.append(["", "", "", "LoRA of all samples on the target (oracle)",
+                     *shown(cell["oracle"], cell, begin="oracle "), "100 %", f"{cell['oracle cpu']:.0f}"])  # fmt: skip
     every = common.table(
         ["", "samples", "N", "way", "right answers", "loss", "share of the oracle's gain", "CPU-seconds"], rows
     )
@@ -308,7 +267,7 @@ def main() -> None:
         f"{key}: {name} is {way['score'] - cell['target']:+.1f} points"
         for key, cell in cells.items()
         for name, way in cell["ways"].items()
-        if name in WAYS and WAYS[name].auto and way.get("score", 100.0) < cell["target"] + frontier.WORST
+        if name in WAYS and WAYS[name].auto and way.get("score", 100.0) < cell["target"] + worst(key)
     ]
     common.finish(cells, table(cells), options.json, [] if options.quick else failures, started)
 

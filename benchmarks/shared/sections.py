@@ -77,9 +77,10 @@ many.""",
     ),
     "language_ideas": (
         "What makes right answers move between real language models",
-        """One change of the default at a time, on a task that nothing is reported on (emotion): where the second capture
-is taken, a third one, which tokens make the maps, scales by role. A *limit* is no method: it looks at the oracle's own
-change, or at the test questions. 100 labelled samples; draws as the cells say. Seconds are beside other work.""",
+        """One change of the default at a time, on a task that nothing is reported on (emotion): where the second
+capture is taken, a third one, which tokens make the maps, scales by role. A *limit* is no method: it looks at the
+oracle's own change, or at the test questions. 100 labelled samples; draws as the cells say. Seconds are beside other
+work.""",
     ),
     "causal": (
         "Causal language models",
