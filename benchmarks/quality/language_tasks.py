@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from benchmarks.quality import causal
 from benchmarks.shared import common
 from benchmarks.zoo import zoo_data
 from taskferry import TaskVector, load_samples
+from taskferry.calibration.batch import Batch
 from taskferry.calibration.data import Samples
 from taskferry.checkpoints import Loaded
 from taskferry.evaluation import Pool, evaluate
@@ -88,7 +90,7 @@ class Task:
 
     def of(self, loaded: Loaded, test: Samples) -> Scored:
         """Of a model as it is."""
-        found = evaluate(loaded.model, _batches(loaded, test), LanguageModel())
+        found = evaluate(loaded.model, batches_of(loaded, test), LanguageModel())
         return Scored(round(float(found.right or 0.0), 2), round(found.loss, 3))
 
 
@@ -102,7 +104,7 @@ class InJson(Task):
         return json.dumps({"type": self.answers[label], "first": first_word(text)})
 
     def of(self, loaded: Loaded, test: Samples) -> Scored:
-        found = evaluate(loaded.model, _batches(loaded, test), LanguageModel())
+        found = evaluate(loaded.model, batches_of(loaded, test), LanguageModel())
         valid = right = 0
         for start in range(0, len(test), BATCH):
             rows = test.rows[start : start + BATCH]
@@ -135,10 +137,11 @@ class Domain(Task):
         return load_samples(str(folder), split=split)
 
     def of(self, loaded: Loaded, test: Samples) -> Scored:
-        return Scored(None, round(evaluate(loaded.model, _batches(loaded, test), LanguageModel()).loss, 4))
+        return Scored(None, round(evaluate(loaded.model, batches_of(loaded, test), LanguageModel()).loss, 4))
 
 
-def _batches(loaded: Loaded, test: Samples) -> Any:
+def batches_of(loaded: Loaded, test: Samples) -> Sequence[Batch]:
+    """Micro-batches of test samples."""
     return Pool(test, loaded, max_length=LENGTH).batches(range(len(test)), BATCH)
 
 
