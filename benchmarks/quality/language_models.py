@@ -120,8 +120,7 @@ def run_cell(
     A, B = models
     task = name.partition("+")[0]
     ends = name.endswith(("+teacher", "+ends"))  # a source that answers has to know when to stop
-    found = tuned(A, folder, task, steps, ends), tuned(B, folder, task, steps)
-    changes = [load_tuned(str(path), loaded) for path, loaded in zip(found, models, strict=True)]
+    change = load_tuned(str(tuned(A, folder, task, steps, ends)), A)
     test = TASKS[task].questions(tested)
     last: dict[str, float] = {}
 
@@ -132,18 +131,23 @@ def run_cell(
         return found.score
 
     if "oracle" not in known:
-        told = ("target", TaskVector({}), 1), ("source", changes[0].tau, 0), ("oracle", changes[1].tau, 1)
+        best = tuned(B, folder, task, steps)
+        told = (
+            ("target", TaskVector({}), 1),
+            ("source", change.tau, 0),
+            ("oracle", load_tuned(str(best), B).tau, 1),
+        )
         for which, added, side in told:
             known[which] = score(added, 1.0, side)
             known |= {f"{which} {fact}": value for fact, value in last.items()}
-        known["oracle cpu"] = json.loads((found[1] / "cost.json").read_text())["cpu"]
+        known["oracle cpu"] = json.loads((best / "cost.json").read_text())["cpu"]
     ready = known.setdefault("ways", {})
     if all(way.known(name, ready) for name, way in wanted.items()):
         return
     started = time.process_time()
-    prepared = calibration_of(models, changes[0], name, count, seed)
+    prepared = calibration_of(models, change, name, count, seed)
     known["samples cpu"] = round(time.process_time() - started, 1)
-    job = Job.of(A.model, B.model, changes[0].tau, prepared.calibration, prepared.objectives)
+    job = Job.of(A.model, B.model, change.tau, prepared.calibration, prepared.objectives)
     for _ in ways.run_ways(job, count, wanted, score, ready):
         ready[next(reversed(ready))] |= last
         yield
