@@ -10,25 +10,18 @@ import torch
 from taskferry.calibration.batch import IGNORED, Calibration
 from taskferry.calibration.context import in_context
 from taskferry.calibration.language import Segment, language_calibration
-from tests.helpers.texts import train
+from tests.helpers.texts import WORDS, prompts, train
 from tests.helpers.tiny import hf
 
 pytest.importorskip("tokenizers")
 
-SAMPLES = [(f"Question: is {word} long?\nAnswer:", " yes" if len(word) > 4 else " no")
-           for word in ("a film", "it", "the speech", "one", "an old letter", "we", "all of them")]  # fmt: skip
 CHATML = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
-
-
-def prompts(micro_batch: int = 4) -> Calibration:
-    """By two tokenizers."""
-    rows = [[Segment(prompt, counted=False), Segment(answer)] for prompt, answer in SAMPLES]
-    return language_calibration(rows, train("bytes"), train("pieces"), micro_batch=micro_batch)
 
 
 def written(calibration: Calibration) -> list[str]:
     """Each row as text, without padding; the tokenizer of the source keeps every character."""
-    tokenizer: Any = train("bytes")
+    assert calibration.tokenizers is not None
+    tokenizer: Any = calibration.tokenizers[0]
     return [tokenizer.decode(ids[mask != 0], skip_special_tokens=True)
             for batch in calibration.side(0)
             for ids, mask in zip(batch.inputs["input_ids"], batch.inputs["attention_mask"], strict=True)]  # fmt: skip
@@ -90,7 +83,8 @@ def test_folds_stay_apart() -> None:
     shown = in_context(alone, 3, 1024)
     assert shown.folds == 2
     for fold in range(2):
-        some, mine = (Calibration([pair for pair in given if pair[0].fold == fold]) for given in (shown, alone))
+        some, mine = (Calibration([pair for pair in given if pair[0].fold == fold], given.tokenizers)
+                      for given in (shown, alone))  # fmt: skip
         assert parts(some) == parts(mine)
     assert [B.judges for _, B in shown] == [True] * len(shown)
 
@@ -100,9 +94,9 @@ def test_no_more_tokens_than_a_model_reads() -> None:
     longest = max(int(batch.inputs["attention_mask"].sum(1).max()) for pair in alone for batch in pair)
     shown = in_context(alone, 7, 2 * longest + 4)
     assert max(batch.inputs["input_ids"].shape[1] for pair in shown for batch in pair) <= 2 * longest + 4
-    assert len(written(shown)) < len(SAMPLES)
+    assert len(written(shown)) < len(WORDS)
     assert counted(shown, 0) == counted(alone, 0)
-    assert len(written(in_context(alone, 7, longest // 2))) == len(SAMPLES)  # each alone, whole
+    assert len(written(in_context(alone, 7, longest // 2))) == len(WORDS)  # each alone, whole
 
 
 def test_marks_of_a_tokenizer_stand_once() -> None:
