@@ -24,11 +24,13 @@ def asked(words: tuple[str, ...] = WORDS, micro_batch: int = 4) -> Job:
 def test_maps_see_the_others_and_losses_do_not() -> None:
     alone, together = (run("twofold", asked(), context=count, halfway=0.0) for count in (1, 3))
     assert relative(flat(together.tau), flat(alone.tau)) > 0.05
-    assert alone.curve is not None and together.curve is not None
+    assert alone.curve is not None
+    assert together.curve is not None
     assert together.curve.loss(0.0) == alone.curve.loss(0.0)
     assert together.provenance["calibration"] == alone.provenance["calibration"]
     assert together.provenance["calibration"]["samples"] == len(WORDS)
-    assert together.alignment is not None and together.alignment.provenance["settings"]["context"] == 3
+    assert together.alignment is not None
+    assert together.alignment.provenance["settings"]["context"] == 3
 
 
 def test_how_samples_were_cut_does_not_matter() -> None:
