@@ -2,7 +2,7 @@
 
     python benchmarks/quality/language_models.py [--quick] [--json benchmarks/results/language_models.json]
         [--models FOLDER] [--pairs A:B …] [--tasks NAME …] [--samples data|ends|teacher|generated] [--counts N …]
-        [--seeds N] [--first-seed N] [--ways NAME …] [--shown]
+        [--seeds N] [--first-seed N] [--ways NAME …] [--statistics-memory GIB] [--shown]
 
 Each model is a folder of FOLDER or a hub name. A LoRA of rank 8 on every projection of the blocks is trained by PEFT on
 all samples of a task, on the source and on the target (the oracle); the target answers 400 other questions. An answer
@@ -39,6 +39,7 @@ from benchmarks.zoo import zoo_data
 from taskferry import TaskVector, load_model, load_tuned
 from taskferry.checkpoints import Loaded, Tuned
 from taskferry.disk.staging import staged_folder
+from taskferry.engines.pair import Work
 from taskferry.evaluation import Pool
 from taskferry.fitting.generation import draw
 from taskferry.fitting.objectives import LanguageModel
@@ -114,7 +115,7 @@ def calibration_of(models: tuple[Loaded, Loaded], change: Tuned, name: str, coun
 
 def run_cell(
     models: tuple[Loaded, Loaded], folder: Path, name: str, count: int, seed: int, steps: int,
-    wanted: dict[str, ways.Way], known: dict[str, Any], tested: int,
+    wanted: dict[str, ways.Way], known: dict[str, Any], tested: int, memory: float,
 ) -> Any:  # fmt: skip
     """Every way that is not known yet; yields after each."""
     A, B = models
@@ -147,7 +148,8 @@ def run_cell(
     started = time.process_time()
     prepared = calibration_of(models, change, name, count, seed)
     known["samples cpu"] = round(time.process_time() - started, 1)
-    job = Job.of(A.model, B.model, change.tau, prepared.calibration, prepared.objectives)
+    work = Work(int(memory * 2**30))
+    job = Job.of(A.model, B.model, change.tau, prepared.calibration, prepared.objectives, work)
     for _ in ways.run_ways(job, count, wanted, score, ready):
         ready[next(reversed(ready))] |= last
         yield
@@ -237,6 +239,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0, help="leave out the draws before this one")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME")
+    parser.add_argument("--statistics-memory", type=float, default=4, metavar="GIB", help="for sums, as in `transfer`")
     parser.add_argument("--shown", action="store_true", help="run nothing: the table of what earlier runs finished")
     options = parser.parse_args()
     started = time.time()
@@ -262,7 +265,8 @@ def main() -> None:
         models = tuple(load_model(str(at) if (at := options.models / name).exists() else name)
                        for name in (source, target))  # fmt: skip
         known = cells.setdefault(key, {})
-        for _ in run_cell((models[0], models[1]), folder, named, count, seed, steps, wanted, known, tested):
+        for _ in run_cell((models[0], models[1]), folder, named, count, seed, steps, wanted, known, tested,
+                          options.statistics_memory):  # fmt: skip
             common.kept(options.json, {key: known})
             last = next(reversed(known["ways"]))
             print(key, last, known["ways"][last], f"{time.time() - started:.0f} s", flush=True)

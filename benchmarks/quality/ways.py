@@ -123,7 +123,8 @@ def run_ways(
         if way.known(name, ways):
             continue
         ways.pop(name, None)  # what is made again stands last, as what is made first does
-        job = Job.of(given.source, given.target, given.tau, given.calibration, given.pair.objectives)
+        pair = given.pair
+        job = Job.of(given.source, given.target, given.tau, given.calibration, pair.objectives, pair.work)
         start = starts.get(way.settings.get("start", ""))
         with counted(job.source, count) as of_A, counted(job.target, count) as of_B:
             started = time.process_time()
@@ -133,8 +134,7 @@ def run_ways(
                     moved, scale, _ = mover.take(way.row)
                 else:
                     settings = Refinement(**{key: value for key, value in way.settings.items() if key != "start"})
-                    pair = job.in_folds().pair
-                    moved, scale = refine(pair, job.tau, start[0], settings, without=start[1]).tau, 1.0
+                    moved, scale = refine(job.in_folds().pair, job.tau, start[0], settings, without=start[1]).tau, 1.0
             except CannotMove as error:
                 ways[name] = {"refused": str(error), "code": way.row.code}
                 continue

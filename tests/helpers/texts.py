@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import pytest
-
-from taskferry import Calibration
-from taskferry.calibration.language import Segment, language_calibration
 
 TEXTS = [
     "The ferry leaves the harbour at dawn.",
@@ -17,7 +12,6 @@ TEXTS = [
     "Rain fell on the quay all night.",
     "A lighthouse keeper waved to the passengers.",
 ] * 3
-WORDS = ("a film", "it", "the speech", "one", "an old letter", "we", "all of them")
 SECOND = ["It was still dark.", "They had no provisions.", "The deck was slippery.", "He was happy."] * 3
 
 
@@ -45,18 +39,3 @@ def train(kind: str) -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=model, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
-
-
-def prompts(micro_batch: int = 4, words: Sequence[str] = WORDS) -> Calibration:
-    """A question about each word with its answer, by two tokenizers."""
-    rows = [
-        [Segment(f"Question: is {word} long?\nAnswer:", counted=False), Segment(" yes" if len(word) > 4 else " no")]
-        for word in words
-    ]
-    return language_calibration(rows, *_both(), micro_batch=micro_batch)
-
-
-@cache
-def _both() -> tuple[Any, Any]:
-    """Two tokenizers, the same for all samples: training breaks ties in another order each time."""
-    return train("bytes"), train("pieces")

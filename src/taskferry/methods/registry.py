@@ -22,7 +22,7 @@ from torch import nn
 
 from taskferry.calibration.batch import Calibration
 from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
-from taskferry.engines.pair import CannotMove, ModelPair, Moved, shapes
+from taskferry.engines.pair import CannotMove, ModelPair, Moved, Work, shapes
 from taskferry.engines.whole import WholePair, unchanged
 from taskferry.errors import TaskferryError
 from taskferry.fitting.defaults import AnyObjective
@@ -58,9 +58,10 @@ class Job:
         tau: TaskVector,
         calibration: Calibration,
         objective: AnyObjective | tuple[AnyObjective, AnyObjective] | None = None,
+        work: Work | None = None,
     ) -> Job:
-        """Of two models in memory."""
-        return cls(WholePair(source, target, calibration, objective), tau)
+        """Of two models in memory; `work` bounds the bytes of sums, as for `fit`."""
+        return cls(WholePair(source, target, calibration, objective, work=work), tau)
 
     @property
     def source(self) -> nn.Module:

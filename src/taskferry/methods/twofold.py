@@ -1,8 +1,7 @@
 """BiCo from two points: maps fitted on the base models and on both models halfway, over whitened gradients.
 
 What it adds to the paper, each measured alone and together (docs/results.md): gradient rows of one length, whitened;
-augmented views of images, which the tuned source labels; a second capture where both models have gone half of the way;
-prompts with answers read one behind the other, so that a base model knows the form of an answer.
+augmented views of images, which the tuned source labels; a second capture where both models have gone half of the way.
 A patch embedding stays as it is. Nothing is trained: the one number that is chosen is a scale. Without a task vector
 (to fit maps for any) only what needs none is left: the first capture.
 """
@@ -15,11 +14,9 @@ from typing import Annotated, Any
 
 from taskferry.calibration.augmentation import Views, are_images
 from taskferry.calibration.batch import Calibration
-from taskferry.calibration.context import in_context
 from taskferry.choices import DEFAULT_TOLERANCE
 from taskferry.coverage import Coverage
 from taskferry.errors import TaskferryError
-from taskferry.fitting.language import longest_text
 from taskferry.fitting.objectives import Classifier
 from taskferry.fitting.scale import EVALUATIONS, ROUNDS, START
 from taskferry.fitting.statistics import BASE, Capture, Point, Tokens
@@ -28,7 +25,6 @@ from taskferry.methods import FOLDS, Cost, Job, MapRank, Moved, Needs, Shown, Ta
 from taskferry.taskvector import TaskVector
 
 PATCH = "a patch embedding: the target is better off with its own on the benchmarks (patches=true moves it)"
-LONGEST = 1024  # tokens of prompts that are read together
 ALONE = "fitted without a task vector: one capture at the base models, no second one halfway, no scales"
 EFFORTS: dict[str, dict[str, Any]] = {"fast": {"halfway": 0.0}, "thorough": {"views": 3}}
 ROWS = (
@@ -76,17 +72,16 @@ def twofold(
     whiten: Annotated[bool, "whiten the gradients, so that every direction counts alike"] = True,
     views: Annotated[int, "augmented views of each image, which the tuned source labels"] = 0,
     patches: Annotated[bool, "move a patch embedding too"] = False,
-    context: Annotated[int, "prompts with answers that are read one behind the other for the maps; 1: each alone"] = 5,
     tokens: Annotated[Tokens, "of prompts with answers: whose rows make the maps"] = "all",
     directions: Annotated[int, "strongest directions that maps of more than twice as wide layers keep; 0: all"] = 512,
     map_rank: MapRank = "range",
     tolerance: Tolerance = DEFAULT_TOLERANCE,
 ) -> Moved:
     """BiCo with whitened gradients, a second capture halfway, and augmented views of images."""
-    if not 0 <= halfway <= 1 or views < 0 or context < 1 or directions < 0:
+    if not 0 <= halfway <= 1 or views < 0 or directions < 0:
         raise TaskferryError(
-            "twofold: halfway is between 0 and 1, views and directions are 0 or more, context is 1 or more, "
-            f"got {halfway:g}, {views}, {directions} and {context}"
+            "twofold: halfway is between 0 and 1, views and directions are 0 or more, "
+            f"got {halfway:g}, {views} and {directions}"
         )
     given, left_out = job, {} if patches else patch_changes(job)
     sites = {p.target.name: PATCH for p in job.pair.pairs if p.target.weight in left_out}
@@ -96,23 +91,22 @@ def twofold(
         tau = TaskVector({name: delta for name, delta in job.tau.deltas.items() if name not in left_out})
         job = replace(job, tau=tau)
     maps = job.maps(map_rank, tolerance)
-    shown = with_context(job, context)
     capture = Capture(sums=Whitened if whiten else UnitRows, directions=directions, tokens=tokens)
     if not len(job.tau):
-        return replace(shown.move(capture, maps, "base", sites), notes={"without a task vector": ALONE})
+        return replace(job.move(capture, maps, "base", sites), notes={"without a task vector": ALONE})
 
     again = bool(halfway)
-    moved, point = shown.move(replace(capture, again=again), maps, "base", sites), 1
+    moved, point = job.move(replace(capture, again=again), maps, "base", sites), 1
     # Where halfway is need not be known well, and nothing else rests on it: by the maps of all samples.
     curve = job.best_scale(moved.judged, rounds=0 if again else ROUNDS)
     if again and curve.helps:
         both = (BASE, Point(halfway * job.tau, halfway * curve.best * moved.tau))
         del moved  # its maps go before the next are made
-        moved, point = shown.move(replace(capture, points=both), maps, "halfway", sites), 2
+        moved, point = job.move(replace(capture, points=both), maps, "halfway", sites), 2
         curve = job.best_scale(moved.judged)
     elif again:  # the first maps are rough: what does not help by them may still help by those of one point
         del moved
-        moved = shown.move(capture, maps, "base", sites)
+        moved = job.move(capture, maps, "base", sites)
         curve = job.best_scale(moved.judged)
     scale = curve.best if curve.helps else 1.0  # what does not help is left as it is: the verdict refuses it
     notes = {
@@ -133,12 +127,6 @@ def twofold(
         curve=curve,
         notes=notes,
     )
-
-
-def with_context(job: Job, count: int) -> Job:
-    """The job that maps are made in: prompts with answers stand behind each other there; losses are of each alone."""
-    shown = in_context(job.calibration, count, longest_text(LONGEST, job.source, job.target))
-    return job if shown is job.calibration else replace(job, pair=job.pair.with_calibration(shown))
 
 
 def naming_head(job: Job) -> Classifier | None:
