@@ -16,6 +16,10 @@ class TaskferryError(ValueError):
         super().__init__(message)
 
 
+class DoesNotHelp(TaskferryError):
+    """All is well with the inputs, but the result would make the target worse: nothing is written."""
+
+
 class MissingSettings(TaskferryError):
     """Settings of which nothing is wrong but that some are missing."""
 

@@ -254,6 +254,23 @@ class EvaluateSettings(PlaceSettings):
     micro_batch: int = MICRO_BATCH
     card: Path | None = Field(None, description="an output folder whose model card takes the score")
 
+    @model_validator(mode="after")
+    def _of_one(self) -> EvaluateSettings:
+        """What is scored is what is added, or the model; a card takes the score of its own folder alone."""
+        wrong = []
+        if self.add is None and self.scale != 1:
+            wrong.append("scale multiplies what is added: give --add, or leave --scale out")
+        if self.card is not None:
+            scored = Path(self.model if self.add is None else self.add).resolve()
+            if self.card.resolve() not in (scored, scored.parent if scored.is_file() else scored) or self.scale != 1:
+                wrong.append(
+                    f"card {self.card} would take the score of something else: give it the folder that is scored "
+                    f"({self.model if self.add is None else self.add}), at scale 1"
+                )
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
 
 class PushSettings(Settings):
     """taskferry push."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from taskferry import LowRank, TaskferryError, TaskVector
-from taskferry.calibration.data import load_samples, picture
+from taskferry.calibration.data import held_out, load_samples, picture
 from taskferry.calibration.language import Segment, language_calibration, segments_of, sequence_calibration
 from taskferry.calibration.samplers import choose
 from taskferry.checkpoints.lowrank import compress
@@ -297,3 +297,23 @@ def test_labels_keep_their_numbers(tmp_path: Path) -> None:
     assert load_samples(write("digits.jsonl", ["10", "2"])).labels == (10, 2)
     with pytest.raises(TaskferryError, match="fractions"):
         load_samples(write("scores.jsonl", [0.5, 1.5]))
+
+
+def test_what_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder's test part, a file as it is; the hub's answers are stood in for, because none can be reached here."""
+    import datasets
+
+    (tmp_path / "both").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / "both" / f"{name}.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (tmp_path / "one.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    assert held_out(str(tmp_path / "both")) == "test"
+    assert held_out(str(tmp_path / "one.jsonl")) == "train"
+    splits = ["train", "validation"]
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_, **__: splits)
+    assert held_out("org/data@v1") == "validation"
+    splits.append("test")
+    assert held_out("org/data") == "test"
+    del splits[1:]
+    with pytest.raises(TaskferryError, match="has no test or validation split"):
+        held_out("org/data")

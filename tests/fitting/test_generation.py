@@ -113,6 +113,16 @@ def test_tokens_are_drawn_from_the_model_s_own_distribution(models: Models) -> N
     assert distance < 0.09, distance  # of 4,000 draws from the right one: 0.07; at temperature 1: 0.2
 
 
+def test_answers_are_the_model_s_own_as_well(models: Models) -> None:
+    """Greedily, and not by what a generation_config.json would have of it."""
+    model, tokenizer = models[0].model, models[0].tokenizer()
+    prompts = [TEXTS[0], TEXTS[1]]
+    before = complete(model, tokenizer, prompts, length=12)
+    own = replace_config(model, repetition_penalty=5.0, num_beams=3)
+    assert complete(model, tokenizer, prompts, length=12) == before
+    assert model.generation_config is own
+
+
 def replace_config(model: Any, **changes: Any) -> Any:
     for name, value in changes.items():
         setattr(model.generation_config, name, value)

@@ -51,18 +51,22 @@ def test_a_forecast_is_a_line_in_two_facts(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_it_abstains_wherever_it_was_not_judged() -> None:
-    def told(objective: Any = WORDS, curve: ScaleCurve = CURVE, labelled: bool = True, **more: Any) -> bool:
-        return foretold(settings(**more), objective, curve, 30, labelled) is not None
+    def told(
+        objective: Any = WORDS, curve: ScaleCurve = CURVE, labelled: bool = True, low_rank: bool = False, **more: Any
+    ) -> bool:
+        found = foretold(settings(**more), objective, curve, 30, labelled=labelled, low_rank=low_rank)
+        return found is not None
 
     assert told()
     assert not told(labelled=False)
+    assert not told(low_rank=True)  # full fine-tunes were measured
     assert not told(objective=LanguageModel())
     assert not told(objective=Prototypes())
     assert not told(curve=replace(CURVE, best=0.0))
     assert not told(curve=replace(CURVE, folds=()))  # judged on the samples that made the maps
     for more in ({"method": "bico"}, {"effort": "fast"}, {"scale": 1.0}, {"refine": 10},
                  {"as_lora": True, "rank": 4}, {"method_settings": {"halfway": 0.3}},
-                 {"map_rank": "full"}, {"tolerance": 0.9}, {"sampler": "single-class"},
+                 {"per_class": 3}, {"map_rank": "full"}, {"tolerance": 0.9}, {"sampler": "single-class"},
                  {"dtype": "bfloat16"}):  # fmt: skip
         assert not told(**more), more
 

@@ -69,6 +69,19 @@ def test_tokens_of_one_vocabulary_are_the_distributions_of_the_tuned_source() ->
     assert float(found.loss(everything)) / found.samples == pytest.approx(total / tokens, rel=1e-4)
 
 
+def test_words_that_the_target_has_no_row_for_are_not_taught() -> None:
+    """Of one tokenizer, where the source's table was padded further than the target's."""
+    given = job("llama", (16, 2), (24, 3))
+    words = given.target.get_output_embeddings().weight.shape[0]
+    table = given.source.get_output_embeddings()
+    table.weight = nn.Parameter(torch.cat([table.weight, 3 * torch.randn(64, table.weight.shape[1])]))
+    found = lesson_of(given.pair, TaskVector({}))
+    assert isinstance(found, Tokens)
+    assert max(int(each.max()) for each in found.likely) < words
+    assert all(torch.allclose(each.sum(1), torch.ones(len(each))) for each in found.chances)
+    assert torch.isfinite(found.loss(found.batch(range(2))))
+
+
 def test_an_encoder_decoder_is_taught_too() -> None:
     given = job("t5", (16, 2), (24, 3))
     found = lesson(given)

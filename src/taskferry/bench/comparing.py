@@ -17,7 +17,7 @@ from typing import Any
 
 from taskferry.bench.rows import Mover, rows
 from taskferry.calibration.batch import Batch
-from taskferry.calibration.data import load_samples
+from taskferry.calibration.data import held_out, load_samples
 from taskferry.checkpoints import Loaded, load_model, load_tuned
 from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
@@ -91,7 +91,7 @@ def compare(settings: CompareSettings, tell: Callable[[str, float], None] | None
 
 
 def _test_batches(settings: CompareSettings, source: Loaded, target: Loaded) -> Sequence[Batch]:
-    held_out = settings.model_copy(
+    given = settings.model_copy(
         update={
             "calibration": settings.test,
             "samples": settings.test_samples,
@@ -102,4 +102,6 @@ def _test_batches(settings: CompareSettings, source: Loaded, target: Loaded) -> 
         }
     )
     classes = load_samples(settings.calibration, label_column=settings.label_column).classes
-    return prepare(held_out, source, target, None, classes=classes).calibration.side(1)
+    split = held_out(settings.test)
+    samples = load_samples(settings.test, label_column=settings.label_column, classes=classes, split=split)
+    return prepare(given, source, target, None, samples=samples).calibration.side(1)

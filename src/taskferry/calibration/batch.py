@@ -74,6 +74,14 @@ class Batch:
         read = torch.ones_like(counted) if mask is None else mask != 0
         return int((read & (counted.cumsum(1) == 0)).sum(1).max()) > 1
 
+    def filled(self, length: int) -> Tensor:
+        """[n] the samples of which a text has exactly so many tokens."""
+        mask, answer = self.inputs.get("attention_mask"), self.inputs.get("labels")
+        counted = [] if mask is None else [mask != 0]
+        counted += [] if answer is None or answer.dim() < 2 else [answer != IGNORED]  # of a decoder
+        rows = [(tokens.sum(1) == length).view(len(self), -1).any(1).cpu() for tokens in counted]
+        return torch.stack(rows).any(0) if rows else torch.zeros(len(self), dtype=torch.bool)
+
     def take(self, indices: Sequence[int]) -> Batch:
         """Some of the samples, in the order given."""
         chosen = torch.tensor(list(indices))
@@ -159,15 +167,7 @@ class Calibration:
 
     def filled(self, length: int) -> int:
         """Samples of which some model reads exactly so many tokens: what was longer than `length` has been cut."""
-
-        def full(batch: Batch) -> Tensor:
-            mask, answer = batch.inputs.get("attention_mask"), batch.inputs.get("labels")
-            counted = [] if mask is None else [mask != 0]
-            counted += [] if answer is None or answer.dim() < 2 else [answer != IGNORED]  # of a decoder
-            rows = [(tokens.sum(1) == length).view(len(batch), -1).any(1).cpu() for tokens in counted]
-            return torch.stack(rows).any(0) if rows else torch.zeros(len(batch), dtype=torch.bool)
-
-        return sum(int((full(A) | full(B)).sum()) for A, B in self.pairs)
+        return sum(int((A.filled(length) | B.filled(length)).sum()) for A, B in self.pairs)
 
     @property
     def labels(self) -> Tensor | None:

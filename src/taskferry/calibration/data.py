@@ -34,6 +34,7 @@ from taskferry.errors import TaskferryError
 CACHE = "taskferry-data"  # where the datasets library keeps what it makes of a file, while it is read
 MOST_CLASSES = 100_000  # a head has a row for each
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+HELD_OUT = ("test", "validation")  # splits of a hub dataset, the better first
 _NUMBER = re.compile(r"-?[0-9]{1,9}(\.[0-9]*)?", re.ASCII)
 _TEXTS = ("text", "text_pair", "prompt", "completion")
 
@@ -126,6 +127,32 @@ def load_samples(
     return Samples(kind, rows, None, beside, given, left_out)
 
 
+def held_out(given: str) -> str:
+    """The split of a folder or a hub dataset that nothing is made from; a file is one as it is."""
+    path = Path(given)
+    if path.is_dir():
+        has_test = (path / "test").is_dir() or any((path / f"test{end}").is_file() for end in _READERS)
+        return "test" if has_test else "train"
+    if path.exists() or not _on_hub(given):
+        return "train"
+    name, _, revision = given.partition("@")
+    try:
+        found = importlib.import_module("datasets").get_dataset_split_names(name, revision=revision or None)
+    except Exception as error:  # as below
+        raise TaskferryError(f"{given} cannot be read: {_line(error)}") from error
+    split = next((split for split in HELD_OUT if split in found), None)
+    if split is None:
+        raise TaskferryError(
+            f"{given} has no {' or '.join(HELD_OUT)} split (it has {', '.join(found)}): a score on what samples are "
+            "drawn from says nothing; give a file with held-out samples"
+        )
+    return split
+
+
+def _on_hub(given: str) -> bool:
+    return given.count("/") == 1 and not given.startswith((".", "/"))
+
+
 def picture(row: dict[str, Any]) -> Any:
     """The PIL image of a row: decoded already, or as encoded bytes."""
     value = row["image"]
@@ -187,7 +214,7 @@ def _load(given: str, cache: str, split: str, config: str | None) -> Any:
             if _READERS[path.suffix] in _ROWS:
                 return datasets.Dataset.from_dict(_columns(path, _ROWS[_READERS[path.suffix]](path)))
             return datasets.load_dataset(_READERS[path.suffix], data_files=str(path), **settings)
-        if "/" in given and not given.startswith((".", "/")) and given.count("/") == 1:
+        if _on_hub(given):
             name, _, revision = given.partition("@")
             return datasets.load_dataset(name, config, split=split, revision=revision or None)
     except TaskferryError:

@@ -34,6 +34,8 @@ def choose(
     if sampler not in get_args(Sampler):
         raise TaskferryError(f"no sampler '{sampler}': one of {', '.join(get_args(Sampler))}")
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
+    if per_class is not None and sampler in ("half-class", "single-class"):
+        raise TaskferryError(f"the sampler '{sampler}' leaves classes out: leave --per-class out, or the sampler")
     if sampler == "random" and per_class is None:
         return order[:n]
     if labels is None:

@@ -1,6 +1,6 @@
 """The verbs together, exit codes, and one sentence for every mistake.
 
-Exit codes: 0 done; 1 a bug in taskferry; 2 invalid input; 3 the transfer does not help, nothing written; 4 some
+Exit codes: 0 done; 1 a bug in taskferry; 2 invalid input; 3 the move does not help, nothing written; 4 some
 adapters of a fleet failed, the others moved; 130 interrupted, nothing half-written.
 """
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from taskferry.cli.terminal import plain
-from taskferry.errors import TaskferryError, TaskferryWarning
+from taskferry.errors import DoesNotHelp, TaskferryError, TaskferryWarning
 from taskferry.version import __version__
 
 INTERRUPTED = 130  # what typer makes of an interrupt, and what shells expect
@@ -148,7 +148,7 @@ def run() -> None:
             raise KeyboardInterrupt
     except TaskferryError as error:
         console.print(f"[bold red]taskferry:[/] {plain(error)}")
-        sys.exit(2)
+        sys.exit(3 if isinstance(error, DoesNotHelp) else 2)
     except (KeyboardInterrupt, typer.Abort):
         console.print("[bold red]taskferry:[/] interrupted; nothing was written")
         sys.exit(INTERRUPTED)

@@ -25,7 +25,9 @@ def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as
     with waiting(silent):
         settings = load_settings(EvaluateSettings, config, given)
         from taskferry.evaluation.command import evaluate_command
-        from taskferry.integrations.hub import add_score
+        from taskferry.integrations.hub import add_score, read_card
+    if settings.card is not None:
+        read_card(settings.card)  # before the work
     with waiting(silent, f"loading {settings.model} and {settings.test}") as done:
         bar = Bar("scoring")
 
@@ -39,6 +41,7 @@ def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as
         add_score(settings.card, data=settings.test, metric=metric, value=score.value, samples=score.samples, how=head)
     if as_json:
         print_json({**asdict(score), "head": head, "warnings": left})
+    if silent:
         return
     unit = "loss" if score.accuracy is None else "accuracy"
     console = Console(highlight=False)

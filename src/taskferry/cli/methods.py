@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 import typer
 from rich.console import Console
@@ -26,7 +26,11 @@ def run(as_json: Json = False) -> None:
     if as_json:
         told = {
             name: {
-                setting: {"default": default, "help": text, **({"choices": get_args(kind)} if get_args(kind) else {})}
+                setting: {
+                    "default": default,
+                    "help": text,
+                    **({"choices": get_args(kind)} if get_origin(kind) is Literal else {}),
+                }
                 for setting, (kind, default, text) in found.settings.items()
             }
             for name, found in known.items()

@@ -18,7 +18,7 @@ from taskferry.display.bars import Bars
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Outcome, Reporter
 from taskferry.jobs.settings import TransferSettings
-from taskferry.methods.registry import FEW, find
+from taskferry.methods.registry import FEW, find, without_move
 from taskferry.settings import ApplySettings
 
 
@@ -110,7 +110,7 @@ class Screen(Reporter):
 
 
 def worse(told: Mapping[str, Any]) -> bool:
-    """Whether the loss was measured and did not fall, and no training made it good."""
+    """Whether the loss was measured and did not fall, and training did not bring it below that of the target."""
     return told.get("better") is False
 
 
@@ -121,7 +121,8 @@ def next_after(settings: TransferSettings, outcome: Outcome) -> str:
     if outcome.written is None:
         return "try more samples, another --objective, or add --scale 1 to the same command to write it anyway"
     if worse(outcome.record["verdict"]):
-        return f"rm -r {shlex.quote(str(settings.out))}, then the same command without --scale"
+        other = f"with --method {without_move().name}" if settings.scale == "auto" else "without --scale"
+        return f"rm -r {shlex.quote(str(settings.out))}, then the same command {other}"
     lines = [evaluation(settings, outcome), f"taskferry report {shlex.quote(str(settings.out))}"]
     if not settings.refine and settings.engine_name == "whole" and len(outcome.record["calibration"]["indices"]) >= FEW:
         lines.append("to recover more by training: add --refine 30 and another --out")
@@ -133,8 +134,8 @@ def evaluation(settings: TransferSettings, outcome: Outcome) -> str:
     data = Path(settings.calibration)
     beside = data.with_name(f"test{data.suffix}")
     test = shlex.quote(str(beside)) if data.is_file() and beside.is_file() and beside != data else "TEST_DATA"
-    language = outcome.record["verdict"].get("loss_unit") == "per token"
-    shots = "" if language else f" --shots {shlex.quote(settings.calibration)}"
+    made = outcome.record["calibration"].get("head_made_from_samples", False)
+    shots = f" --shots {shlex.quote(settings.calibration)}" if made else ""
     return f"taskferry evaluate {written_by(settings)} --test {test}{shots}"
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-from taskferry.calibration.data import Samples, load_samples
+from taskferry.calibration.data import Samples, held_out, load_samples
 from taskferry.calibration.samplers import choose
 from taskferry.checkpoints import Loaded, by_reason, load_model, load_tuned
 from taskferry.checkpoints.classifiers import has_own_head
@@ -35,7 +34,7 @@ def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -
         loaded = replace(loaded, absent=loaded.absent - given)
     shots = None if settings.shots is None else load_samples(settings.shots, label_column=settings.label_column)
     known = () if shots is None else shots.classes
-    test = load_samples(settings.test, label_column=settings.label_column, classes=known, split=_split(settings.test))
+    test = load_samples(settings.test, label_column=settings.label_column, classes=known, split=held_out(settings.test))
     test = test if shots is None else replace(test, sorted=shots.sorted)  # which numbered their classes
     objective = _objective(settings, loaded, test)
     if isinstance(objective, Classifier) and objective.fitted and shots is None:
@@ -48,7 +47,11 @@ def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -
     support = []
     if shots is not None:
         support = Pool(shots, loaded, max_length=settings.max_length).batches(range(len(shots)), settings.micro_batch)
-    return evaluate(loaded.model, batches, objective, support, progress), objective.words, left
+    score = evaluate(loaded.model, batches, objective, support, progress)
+    if pool.full:
+        told = f"{len(pool.full)} of {score.samples} samples fill all {pool.max_length} tokens"
+        left = [*left, f"{told}: what is longer is left out; give a larger --max-length"]
+    return score, objective.words, left
 
 
 def _objective(settings: EvaluateSettings, loaded: Loaded, test: Samples) -> Objective:
@@ -66,10 +69,3 @@ def _objective(settings: EvaluateSettings, loaded: Loaded, test: Samples) -> Obj
         else:
             name = "zero-shot" if has_text_tower(loaded) and test.kind == "image" and test.classes else "probe"
     return named_classifier(name, loaded, test, settings.templates)
-
-
-def _split(given: str) -> str:
-    """A folder's test part where it has one."""
-    path = Path(given)
-    has_test = path.is_dir() and ((path / "test").is_dir() or any(path.glob("test.*")))
-    return "test" if has_test else "train"

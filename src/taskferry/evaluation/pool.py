@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
+
 from taskferry.calibration.batch import Batch
 from taskferry.calibration.builders import evenly
 from taskferry.calibration.data import Samples
@@ -32,6 +34,7 @@ class Pool:
     def __init__(self, samples: Samples, loaded: Loaded, *, max_length: int = 128) -> None:
         self.samples, self.loaded = samples, loaded
         self.max_length = longest_text(max_length, loaded.model)
+        self.full: set[int] = set()  # those seen so far that fill all tokens: what was longer has been cut
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -42,7 +45,11 @@ class Pool:
 
     def batches(self, indices: Sequence[int], size: int) -> list[Batch]:
         """The same in micro-batches."""
-        return one_sided(self.samples.take(indices), self.loaded, max_length=self.max_length, micro_batch=size)
+        made = one_sided(self.samples.take(indices), self.loaded, max_length=self.max_length, micro_batch=size)
+        flags = torch.cat([batch.filled(self.max_length) for batch in made]).tolist()
+        places = [place for batch in made for place in batch.ids] or range(len(flags))
+        self.full.update(indices[place] for place, full in zip(places, flags, strict=True) if full)
+        return made
 
 
 class LazyBatches(Sequence[Batch]):

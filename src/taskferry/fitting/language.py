@@ -102,6 +102,12 @@ def logits_at(model: nn.Module, batch: Batch, where: Tensor) -> Tensor:
     return scores if scores.ndim == 2 else scores[where.to(scores.device)]
 
 
+def words_of(model: nn.Module) -> int:
+    """How many words it scores, where its last layer says so."""
+    output: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    return int(output.weight.shape[0]) if isinstance(output, nn.Linear) else sys.maxsize
+
+
 def logits_of(output: Any) -> Tensor:
     """Of what a model returns."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)

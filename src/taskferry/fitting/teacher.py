@@ -60,7 +60,6 @@ def check_whole(tuned: Tuned, otherwise: str, *, heads: bool = True) -> None:
 def complete(model: torch.nn.Module, tokenizer: Any, prompts: Sequence[str], length: int = 64) -> list[str]:
     """What a language model answers, greedily."""
     completions = []
-    generator: Any = model
     both, stops = is_sequence_to_sequence(model), {*_numbers(tokenizer.eos_token_id)}
     most = longest_text(sys.maxsize, model)
     length = min(length, max(1, most // 2))
@@ -68,13 +67,10 @@ def complete(model: torch.nn.Module, tokenizer: Any, prompts: Sequence[str], len
         # Of a long prompt the end is read, so that the answer has a place behind it.
         ids = _ids(model, tokenizer, prompt, True, stops)[-(most if both else most - length) :]
         read = torch.tensor([ids], device=device_of(model))
-        output = generator.generate(
-            input_ids=read,
-            attention_mask=torch.ones_like(read),
-            max_new_tokens=length,
-            do_sample=False,
-            pad_token_id=tokenizer.eos_token_id,
-        )
+        with as_it_is(model, tokenizer) as (generator, _, _):
+            output = generator.generate(
+                input_ids=read, attention_mask=torch.ones_like(read), max_new_tokens=length, do_sample=False
+            )
         # Decoded as a whole: a piece on its own may lose the space before it.
         text = _decoded(tokenizer, output[0].tolist())
         completions.append(text if both else text[len(_decoded(tokenizer, ids)) :])
@@ -102,28 +98,17 @@ def written(
 ) -> list[str]:
     """What a language model writes behind each prompt, drawn from its own distribution; all prompts are one batch.
 
-    Nothing of a generation_config.json but the tokens that end a text has a say: cut or penalised distributions would
-    be another model's. Of a long prompt the last `keep` tokens are read; an empty one is the beginning of a text.
+    Of a long prompt the last `keep` tokens are read; an empty one is the beginning of a text.
     `special` adds the tokenizer's own marks.
     """
-    generator: Any = model
-    own, both = generator.generation_config, is_sequence_to_sequence(model)
-    stops = {*ends, *_numbers(own.eos_token_id), *_numbers(tokenizer.eos_token_id)}
-    read = [_ids(model, tokenizer, prompt, special, stops)[-keep:] for prompt in prompts]
-    pad = next((n for n in (tokenizer.pad_token_id, *sorted(stops)) if n is not None), 0)
-    width = max(map(len, read))
-    ids, mask = torch.full((len(read), width), pad), torch.zeros(len(read), width, dtype=torch.long)
-    for i, each in enumerate(read):
-        where = slice(0, len(each)) if both else slice(width - len(each), width)
-        ids[i, where], mask[i, where] = torch.tensor(each), 1
-    places: tuple[Any, ...] = (own, model.config)
-    starts = {
-        name: next((getattr(each, name) for each in places if getattr(each, name, None) is not None), None)
-        for name in ("bos_token_id", "decoder_start_token_id")
-    }
-    generator.generation_config = type(own)(eos_token_id=sorted(stops) or None, pad_token_id=pad, **starts)
-    device = device_of(model)
-    try:
+    both, device = is_sequence_to_sequence(model), device_of(model)
+    with as_it_is(model, tokenizer, ends) as (generator, stops, pad):
+        read = [_ids(model, tokenizer, prompt, special, stops)[-keep:] for prompt in prompts]
+        width = max(map(len, read))
+        ids, mask = torch.full((len(read), width), pad), torch.zeros(len(read), width, dtype=torch.long)
+        for i, each in enumerate(read):
+            where = slice(0, len(each)) if both else slice(width - len(each), width)
+            ids[i, where], mask[i, where] = torch.tensor(each), 1
         output: Tensor = generator.generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
@@ -133,8 +118,6 @@ def written(
             top_k=0,
             top_p=1.0,
         )
-    finally:
-        generator.generation_config = own
     texts = []
     for before, row in zip(read, output.tolist(), strict=True):
         new = row[1:] if both else row[width:]
@@ -143,6 +126,31 @@ def written(
         # Decoded as a whole: a piece on its own may lose the space before it.
         texts.append(_decoded(tokenizer, before + new)[len(_decoded(tokenizer, before)) :])
     return texts
+
+
+@contextmanager
+def as_it_is(
+    model: torch.nn.Module, tokenizer: Any, ends: Collection[int] = ()
+) -> Iterator[tuple[Any, Collection[int], int]]:
+    """The model as one that writes by its own distribution, the tokens that end a text, and one for padding.
+
+    Nothing of a generation_config.json but the tokens that begin and end a text has a say: cut or penalised
+    distributions would be another model's.
+    """
+    generator: Any = model
+    own = generator.generation_config
+    stops = {*ends, *_numbers(own.eos_token_id), *_numbers(tokenizer.eos_token_id)}
+    pad = next((n for n in (tokenizer.pad_token_id, *sorted(stops)) if n is not None), 0)
+    places: tuple[Any, ...] = (own, model.config)
+    starts = {
+        name: next((getattr(each, name) for each in places if getattr(each, name, None) is not None), None)
+        for name in ("bos_token_id", "decoder_start_token_id")
+    }
+    generator.generation_config = type(own)(eos_token_id=sorted(stops) or None, pad_token_id=pad, **starts)
+    try:
+        yield generator, stops, pad
+    finally:
+        generator.generation_config = own
 
 
 def _ids(model: torch.nn.Module, tokenizer: Any, prompt: str, special: bool, stops: Collection[int]) -> list[int]:

@@ -8,7 +8,7 @@ from taskferry.alignment import Alignment
 from taskferry.disk.files import write_text
 from taskferry.disk.staging import check_free
 from taskferry.engines.launch import rank_and_size
-from taskferry.errors import TaskferryError
+from taskferry.errors import DoesNotHelp, TaskferryError
 from taskferry.fitting.generation import beside
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.opening import Opened, cut_line, opened, without_weights
@@ -46,7 +46,14 @@ def fit_alignment(
             return None
         if settings.shard:
             models.shard(settings.devices)
-        alignment = method.move(job, own).alignment
+        moved = method.move(job, own)
+        if moved.curve is not None and not moved.curve.helps:
+            raise DoesNotHelp(
+                f"no scale up to {moved.curve.points[-1][0]:g} of {settings.source_tuned} lowers the calibration loss "
+                "of the target, so that maps made along it are not saved: give another reference, more samples, or "
+                "leave --source-tuned out"
+            )
+        alignment = moved.alignment
         if not models.first or alignment is None:
             return None
         models.inputs.check()

@@ -67,19 +67,25 @@ def forecast(curve: ScaleCurve, *, samples: int, classes: int) -> Forecast | Non
 
 
 def foretold(
-    settings: TransferSettings, objective: Objective, curve: ScaleCurve, samples: int, labelled: bool
+    settings: TransferSettings,
+    objective: Objective,
+    curve: ScaleCurve,
+    samples: int,
+    *,
+    labelled: bool,
+    low_rank: bool,
 ) -> Forecast | None:
     """The forecast of a transfer; it abstains wherever it was not judged.
 
-    That is: other methods, efforts, settings of maps, samplers and precisions, given scales, changes cut to a rank,
-    labels of the tuned source, training, and all models but those whose classes are words.
+    That is: LoRAs, other methods, efforts, settings of maps, samplers and precisions, given scales, changes cut to a
+    rank, labels of the tuned source, training, and all models but those whose classes are words.
     """
-    usual = ("effort", "method_settings", "map_rank", "tolerance", "sampler", "dtype")
+    usual = ("effort", "method_settings", "map_rank", "tolerance", "sampler", "per_class", "dtype")
     by_default = settings.method == DEFAULT_METHOD and not any(
         getattr(settings, name) != type(settings).model_fields[name].get_default(call_default_factory=True)
         for name in usual
     )
-    whole = settings.rank is None and settings.energy is None and not settings.refine
+    whole = not low_rank and settings.rank is None and settings.energy is None and not settings.refine
     chosen = settings.scale == "auto" and curve.helps and bool(curve.folds)
     if not (by_default and whole and chosen and labelled and isinstance(objective, ZeroShot)):
         return None

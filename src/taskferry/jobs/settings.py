@@ -143,6 +143,14 @@ class PlanSettings(RefineSettings):
         return super().refinement
 
 
+def _same(given: Any, fixed: Any) -> bool:
+    """Whether a word of a command line or a file means what is fixed."""
+    try:
+        return bool(given == fixed or parse(str(given)) == fixed)
+    except ValueError:
+        return False
+
+
 class FitSettings(MethodSettings, Writing):
     """taskferry fit."""
 
@@ -199,7 +207,8 @@ class TransferSettings(RefineSettings, OutputSettings, Writing):
 
         method = published()
         fixed = {"method": method.name, **(method.paper or {})}
-        other = [name for name, value in fixed.items() if name in given and given[name] not in (value, str(value))]
+        other = [name for name, value in fixed.items() if name in given and not _same(given[name], value)]
+        other += [name for name in ("method_settings", "tolerance", "effort") if given.get(name)]
         if other:
             raise ValueError(f"paper fixes {', '.join(other)}: give one or the other")
         return {**given, **fixed}

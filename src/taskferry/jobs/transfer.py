@@ -14,7 +14,7 @@ from taskferry.checkpoints.conversion import peft_for
 from taskferry.disk.staging import check_free
 from taskferry.engines.pair import ModelPair
 from taskferry.errors import TaskferryError
-from taskferry.fitting.objectives import LanguageModel
+from taskferry.fitting.objectives import Classifier, LanguageModel
 from taskferry.fitting.scale import ScaleCurve
 from taskferry.fitting.task_head import MovedHead, TaskHead
 from taskferry.fitting.teacher import check_whole
@@ -51,8 +51,8 @@ def transfer(
         head = _head(settings, models, kind)
         _check_training(settings, models, kind)
         job = Job(models.pair, models.tuned.tau)
-        if settings.scale == "auto" and method.needs.maps:
-            job = job.in_folds()
+        if method.needs.maps and (settings.scale == "auto" or refinement is not None):
+            job = job.in_folds()  # what is chosen, and a refinement's start, are judged by maps of other samples
         if (dry_run or timing.wants_plan) and models.first:
             timing.note("measuring this machine for the plan")
             plan = plan_job(job, method, own, scale=settings.scale, refinement=refinement)
@@ -66,21 +66,25 @@ def transfer(
         timing.ends("apply")
         # Cut first: the scale and the verdict are those of what is written.
         final, cut = in_form(settings, kind, moved.tau)
-        judged = tuple(in_form(settings, kind, each)[0] for each in moved.without) or (final,)
+        apart = job.calibration.folds > 1
+        judged = tuple(in_form(settings, kind, each)[0] for each in moved.without if apart) or (final,)
         curve, factor = scaled(settings, job, moved, final, judged)
         shown = in_units(curve, job)
-        answered = judged if settings.scale == "auto" else (final,)  # a given scale has all samples in one part
-        answers = job.pair.answers([factor * each for each in answered]) if curve.helps else None
+        answers = job.pair.answers([factor * each for each in judged]) if curve.helps else None
         expected = foretold(
-            settings, job.pair.objectives[1], curve, len(models.prepared.indices), models.prepared.by_data
+            settings,
+            job.pair.objectives[1],
+            curve,
+            len(models.prepared.indices),
+            labelled=models.prepared.by_data,
+            low_rank=models.tuned.adapter is not None,
         )
         written, refined = (factor if curve.helps else 0.0) * final, None
         if refinement is not None:
             resume = job.pair.work.resume
             folder = None if resume is None else resume / STAGE  # beside the output until that is written
-            without = [(factor if curve.helps else 0.0) * each for each in judged if moved.without]
-            pair = (job.in_folds() if without else job).pair
-            refined = refine(pair, job.tau, written, refinement, without=without, folder=folder)
+            without = [(factor if curve.helps else 0.0) * each for each in judged if moved.without and apart]
+            refined = refine(job.pair, job.tau, written, refinement, without=without, folder=folder)
             written = refined.tau
         seen = moved.tau if refined is None else replace(written, coverage=moved.tau.coverage)
         spectrum = {} if isinstance(final.deltas, LazyDeltas) else before_and_after(models.tuned.tau, seen)
@@ -97,7 +101,7 @@ def transfer(
                     shown,
                     job.pair.objectives[1].unit,
                     len(models.prepared.indices),
-                    apart=job.calibration.folds > 1,
+                    apart=apart,
                     trained=method.needs.training,
                     generated=drawn is not None,
                     expected=expected,
@@ -114,6 +118,7 @@ def transfer(
             calibration={
                 "indices": models.prepared.indices,
                 "labels": models.prepared.labels,
+                "head_made_from_samples": _made_from_samples(models),
                 **moved.provenance["calibration"],
                 **({} if drawn is None else {"generated": dict(drawn.how)}),
             },
@@ -187,7 +192,7 @@ def scaled(
     """
     if settings.scale != "auto":
         scales = list(dict.fromkeys((0.0, float(settings.scale))))
-        losses = job.losses([final], scales)
+        losses = job.losses(judged, scales)
         return ScaleCurve(tuple(zip(scales, losses, strict=True)), scales[-1]), scales[-1]
     if moved.curve is None:
         curve = job.best_scale(judged)
@@ -198,6 +203,12 @@ def scaled(
     before, after = (job.mean(folds) for folds in job.pair.losses(judged, [0.0, 1.0]))  # of what the cut has left
     points = {**dict(curve.points), 0.0: before, best: after}
     return replace(curve, points=tuple(sorted(points.items())), best=best if after < before else 0.0), 1.0
+
+
+def _made_from_samples(models: Opened) -> bool:
+    """Whether a score needs samples with labels beside the test data, to make a head from them."""
+    head = models.prepared.objectives[1]
+    return isinstance(head, Classifier) and head.fitted
 
 
 def _placed(models: Opened) -> str:

@@ -11,7 +11,7 @@ from taskferry.coverage import Coverage
 from taskferry.fitting.answers import Answers
 from taskferry.fitting.scale import ScaleCurve
 from taskferry.jobs.forecast import Forecast
-from taskferry.methods.registry import FEW
+from taskferry.methods.registry import FEW, without_move
 from taskferry.taskvector import TaskVector
 from taskferry.training.refinement import Refined
 
@@ -79,8 +79,8 @@ def verdict(
         sentence = f"{sentence} {GENERATED}"
     return {
         "sentence": sentence,
-        "warnings": warnings(judged, energy, ignored or {}) if curve.helps or trained else [],
-        "better": after < before or trained,
+        "warnings": warnings(judged, energy, ignored or {}, refined) if curve.helps or trained else [],
+        "better": (after < before and (judged.apart or not trained)) or (refined is not None and refined.better),
         "scale": curve.best,
         "loss_before": before,
         "loss_after": after,
@@ -114,9 +114,16 @@ def applied(
     }
 
 
-def warnings(judged: Judged, energy: Mapping[str, Any] | None, ignored: Mapping[str, str]) -> list[str]:
+def warnings(
+    judged: Judged, energy: Mapping[str, Any] | None, ignored: Mapping[str, str], refined: Refined | None = None
+) -> list[str]:
     """What nobody should overlook, each with what to do about it."""
     curve, found = judged.curve, []
+    if refined is not None and refined.kept and not refined.better:
+        found.append(
+            "on the samples kept aside the refined target is no better than the untouched one: evaluate it before you "
+            f"use it, or train from scratch (--method {without_move().name})"
+        )
     if curve.helps and not curve.loss(curve.best) < curve.loss(0.0):
         found.append(
             "the loss went UP: this makes the target worse on the samples; leave --scale out, so that a scale that "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
 from taskferry.fitting.scale import EVALUATIONS
 from taskferry.methods import Cost, Job, Moved, Needs, Shown, TableRow, find, method, run
 from taskferry.training.lessons import VIEWS
@@ -35,11 +37,11 @@ def distil_cost(job: Job, *, start: str, **settings: Any) -> Cost:
 def distil(
     job: Job,
     *,
-    steps: Annotated[int, "optimiser steps"] = 100,
-    learning_rate: Annotated[float | None, "of AdamW, at the end of the warm-up"] = None,
-    batch: Annotated[int | None, "inputs a step"] = None,
-    views: Annotated[int, "augmented views of each image, made for both models alike"] = VIEWS,
-    labels: Annotated[float, "share of the loss that the data's own labels get"] = 0.0,
+    steps: Annotated[int, "optimiser steps", Field(ge=1)] = 100,
+    learning_rate: Annotated[float | None, "of AdamW, at the end of the warm-up", Field(gt=0)] = None,
+    batch: Annotated[int | None, "inputs a step", Field(ge=1)] = None,
+    views: Annotated[int, "augmented views of each image, made for both models alike", Field(ge=0)] = VIEWS,
+    labels: Annotated[float, "share of the loss that the data's own labels get", Field(ge=0, le=1)] = 0.0,
     start: Annotated[Literal["bico", "twofold", "cold"], "the method whose result is refined"] = "bico",
     seed: Annotated[int, "of the views and their order"] = 0,
 ) -> Moved:

@@ -9,6 +9,7 @@ from itertools import islice, repeat
 from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from taskferry.calibration.batch import Batch
@@ -47,11 +48,12 @@ def few_shot(
     job: Job,
     *,
     steps: Annotated[
-        int | Literal["auto"], "optimiser steps; auto is the best by cross-validation in the samples"
+        Annotated[int, Field(ge=0)] | Literal["auto"],
+        "optimiser steps; auto is the best by cross-validation in the samples",
     ] = "auto",
-    learning_rate: Annotated[float, "of AdamW"] = 1e-4,
+    learning_rate: Annotated[float, "of AdamW", Field(gt=0)] = 1e-4,
     start: Annotated[Literal["target", "bico"], "from the target, or from BiCo's result (a warm start)"] = "target",
-    folds: Annotated[int, "of the cross-validation"] = 3,
+    folds: Annotated[int, "of the cross-validation", Field(ge=2)] = 3,
 ) -> Moved:
     """Fine-tune the target on the calibration samples: one step as in the paper, or the best number of steps."""
     warm = run("bico", job).tau if start == "bico" else TaskVector({})

@@ -302,7 +302,9 @@ def method(
         for parameter in list(inspect.signature(function, eval_str=True).parameters.values())[1:]:
             kind, text = parameter.annotation, ""
             if get_origin(kind) is Annotated:
-                kind, text = get_args(kind)[0], str(get_args(kind)[1])
+                kind, text, *bounds = get_args(kind)
+                for bound in bounds:
+                    kind = Annotated[kind, bound]
             settings[parameter.name] = (kind, parameter.default, text)
         name = function.__name__.replace("_", "-")
         summary = (inspect.getdoc(function) or "").split("\n")[0]

@@ -25,7 +25,7 @@ from taskferry.disk.files import hash_tensor
 from taskferry.engines.pair import ModelPair
 from taskferry.errors import TaskferryError
 from taskferry.fitting.capture import Loss
-from taskferry.fitting.language import expected, is_sequence_to_sequence, logits_at
+from taskferry.fitting.language import expected, is_sequence_to_sequence, logits_at, words_of
 from taskferry.fitting.models import device_of, evaluating
 from taskferry.fitting.objectives import Classifier, Head, LanguageModel, Logits, Objective
 from taskferry.fitting.scale import moved_by
@@ -179,7 +179,8 @@ class Tokens(Lesson):
         if table is not None:
             # Models often have rows for more words than their tokenizer knows.
             word = F.pad(table, (0, max(0, scores.shape[1] - len(table))), value=-1)[word]
-            chance = chance.masked_fill(word < 0, 0.0)
+        word = word.masked_fill(word >= words_of(models[1]), -1)  # of one tokenizer either may have more rows
+        chance = chance.masked_fill(word < 0, 0.0)
         known = chance.sum(1)
         place = torch.full(counted.shape, -1)
         place[counted] = torch.arange(len(word))

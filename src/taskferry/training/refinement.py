@@ -80,7 +80,7 @@ class Refinement(Settings):
         """Over all samples, with their gradients: of the steps; of the teacher and the evaluations, forward alone."""
         views = self.views_of(calibration, heads)
         inputs = self.steps * min(self.size(heads), calibration.samples * (1 + views))
-        looks = 1 + math.ceil(self.steps / self.every)
+        looks = 2 + math.ceil(self.steps / self.every)  # the untouched target and the start among them
         return inputs / calibration.samples + (1 + views + looks * self.held_out) / 3
 
 
@@ -95,7 +95,13 @@ class Refined:
     samples: int  # kept aside
     unit: str  # of the loss
     lesson: str
+    untouched: float  # the loss of the target without any change
     broken: str = ""  # why it ended early
+
+    @property
+    def better(self) -> bool:
+        """Whether what was trained is better than the target without any change."""
+        return self.kept > 0 and self.evaluations[-1][1] < self.untouched
 
     @property
     def sentence(self) -> str:
@@ -114,7 +120,7 @@ class Refined:
             )
         return (
             f"Refined for {self.kept} steps: the loss to {to} on {self.samples} samples kept aside went from "
-            f"{before:.4g} to {after:.4g} {self.unit}."
+            f"{before:.4g} to {after:.4g} {self.unit} (the untouched target has {self.untouched:.4g})."
         )
 
     def record(self) -> dict[str, Any]:
@@ -126,6 +132,7 @@ class Refined:
             "held_out": self.samples,
             "unit": self.unit,
             "teacher": self.lesson,
+            "untouched": self.untouched,
             "evaluations": [list(evaluation) for evaluation in self.evaluations],
             "sentence": self.sentence,
         }
@@ -172,7 +179,7 @@ def refine(
         def loss(part: Sequence[Batch]) -> float:
             return len(part) and sum(map(len, part)) * calibration_loss(target, lesson.loss, part)
 
-        before = 0.0
+        untouched, before = sum(map(loss, judged)), 0.0
         for part, change in zip(judged, without or (start,), strict=True):
             with moved_by(target, change) as set_scale:
                 set_scale(1.0)
@@ -208,7 +215,8 @@ def refine(
                 after = result() if evaluations[-1][1] < evaluations[0][1] else start
     kept = 0 if after is start else settings.steps
     kind = type(lesson).__name__.lower()
-    return Refined(after, tuple(evaluations), kept, settings, len(unseen), lesson.unit, kind, broken)
+    bare = untouched / len(unseen)
+    return Refined(after, tuple(evaluations), kept, settings, len(unseen), lesson.unit, kind, bare, broken)
 
 
 def kept_aside(calibration: Calibration, folds: int, settings: Refinement) -> list[list[int]]:
