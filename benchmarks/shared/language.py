@@ -78,6 +78,17 @@ def language_numbers(cells: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def limit_numbers(cells: dict[str, Any]) -> dict[str, str]:
+    """Right answers on the task of the ideas: of the default, and with maps that know the oracle's change."""
+    cell = next(cell for cell in cells.values() if isinstance(cell, dict))
+    rows = {name: row["right"] for each in cell.values() if isinstance(each, dict) for name, row in each.items()}
+    wanted = {"default": "the default", "scale": "scale that is best", "output": "output maps", "both": "both maps"}
+    found = {f"i_{key}": next(right for name, right in rows.items() if words in name) for key, words in wanted.items()}
+    return {
+        key: f"{value:.1f}" for key, value in {**found, "i_target": cell["target"], "i_oracle": cell["oracle"]}.items()
+    }
+
+
 def language_table(cells: dict[str, Any]) -> str:
     """Real language models, a column for each pair and task; short enough for the README."""
     places = language_places(cells)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.shared import common
 from benchmarks.shared.costs import frontier_numbers, steps_shares, steps_table
-from benchmarks.shared.language import language_numbers, language_table
+from benchmarks.shared.language import language_numbers, language_table, limit_numbers
 from benchmarks.shared.sections import SECTIONS
 from benchmarks.zoo import zoo, zoo_data
 from taskferry.bench.recipe import load_recipe
@@ -215,6 +215,7 @@ def page() -> str:
         **frontier_numbers(costs),
         **steps_shares(costs),
         **language_numbers(read("language_models")),
+        **limit_numbers(read("language_ideas")),
         few=few["few-shot"],
         few_bico=few["bico"],
         few_from=few["few-shot, from bico"],

@@ -78,11 +78,11 @@ many.""",
     "language_ideas": (
         "What makes right answers move between real language models",
         """On a task that nothing is reported on (emotion). A *limit* is no method: it looks at the oracle's own
-change, or at the test questions. *Both maps from the oracle's own change* keeps only the singular values of the source's
-change, which is all that two isometries leave of it: the form R_outᵀ τ R_in and the rank hold nothing back. A better
-scale gives little, a better map on one side a part. So what limits the move are the maps of both sides, which frozen
-models tell from their activations and gradients. 100 labelled samples, one draw; seconds are beside other work. The
-script has more: where the second capture is taken, a third one, which tokens make the maps, scales by role.""",
+change, or at the test questions. *Both maps from the oracle's own change* keeps only the singular values of the
+source's change, which is all that two isometries leave of it: the form R_outᵀ τ R_in and the rank hold nothing back. A
+better scale gives little, a better map on one side a part. So what limits the move are the maps of both sides, which
+frozen models tell from their activations and gradients. 100 labelled samples, one draw; seconds are beside other work.
+The script has more: where the second capture is taken, a third one, which tokens make the maps, scales by role.""",
     ),
     "causal": (
         "Causal language models",
