@@ -131,7 +131,7 @@ def study(place: Place, counts: tuple[int, ...], seed: int, found: dict[str, dic
     A, B = place.models
     for kind in (REAL, *place.kinds):
         rows = [(row, count) for count in counts if count <= MANY or kind in (REAL, FREE)
-                for row in (ROWS if count == MANY and kind in (REAL, FREE) else ROWS[:1])
+                for row in (ROWS if count == MANY and kind in (REAL, FREE) and not place.length else ROWS[:1])
                 if f"{row}: {kind}, {count}" not in found["losses"]]  # fmt: skip
         if not rows:
             continue

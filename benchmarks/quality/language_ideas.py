@@ -15,8 +15,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -40,6 +40,7 @@ from taskferry.fitting.capture import Loss
 from taskferry.fitting.language import predicted
 from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.preparation import Prepared, prepare
+from taskferry.fitting.solve import MapOptions
 from taskferry.fitting.statistics import BASE, Capture, Point
 from taskferry.maths.decompositions import of_rows
 from taskferry.maths.whitening import Whitened
@@ -226,6 +227,30 @@ def roles(trial: Trial) -> Found:
     yield "a scale for attention and one for the MLP", scaled(moved.tau, *best), 1.0
 
 
+@dataclass(frozen=True)
+class Late(Job):
+    """A job whose early target sites stay; the source goes its whole way."""
+
+    early: dict[str, str] = field(default_factory=dict)
+
+    def move(
+        self, capture: Capture, maps: MapOptions, stage: str = "", left_out: Mapping[str, str] | None = None
+    ) -> Moved:
+        return super().move(capture, maps, stage, {**self.early, **(left_out or {})})
+
+
+def late(trial: Trial) -> Found:
+    """Target blocks nearest to the words stay as they are: cut out of the default's move, then of the fit as well."""
+    job, moved = trial.plain, trial.default.tau
+    blocks = {pair.target.weight: pair.target.block or 0 for pair in job.pair.pairs}
+    depth = 1 + max(blocks.values())
+    for name, first in (("sixth", depth // 6), ("third", depth // 3), ("half", depth // 2)):
+        kept = {key: delta for key, delta in moved.deltas.items() if blocks.get(key, depth) >= first}
+        yield f"the first {name} of the blocks left out of the move", TaskVector(kept), 1.0
+    early = {p.target.name: "an early block" for p in job.pair.pairs if blocks[p.target.weight] < depth // 3}
+    yield "the first third left out of the fit", run("twofold", Late(job.pair, job.tau, early=early)).tau, 1.0
+
+
 def limits(trial: Trial) -> Found:
     """What a better scale would give, and what maps that know the oracle's own change would carry."""
     tau, moved, oracle = trial.changes[0].tau, trial.default.tau, trial.changes[1].tau
@@ -264,7 +289,7 @@ def of_spectrum(change: LowRank, onto: LowRank) -> LowRank:
 
 IDEAS: dict[str, Callable[[Trial], Found]] = {
     each.__name__: each
-    for each in (plain, default, asked, third, tokens, where, more, among, prompts, roles, parts, limits)
+    for each in (plain, default, late, asked, third, tokens, where, more, among, prompts, roles, parts, limits)
 }
 
 
