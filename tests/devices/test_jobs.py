@@ -106,7 +106,7 @@ def test_a_transfer_writes_the_same_bytes(world: Path, tmp_path: Path, kind: str
 
 def test_fit_and_apply(world: Path, tmp_path: Path) -> None:
     for name, places in (("here", CPU), ("there", APART)):
-        given = {**language(world), "source_tuned": None, **places}  # along a random LoRA, which harms, no maps are saved
+        given = {**language(world), "source_tuned": None, **places}  # along a random LoRA no maps are saved: it harms
         fit_alignment(FitSettings(**given, out=tmp_path / f"{name}.alignment"))
     # Maps that are read from a file are in the host's memory, wherever they were made.
     maps = [Alignment.load(tmp_path / f"{name}.alignment") for name in ("here", "there")]
