@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from benchmarks.quality import language_models
-from benchmarks.quality.language_tasks import LENGTH, TASKS, batches_of
+from benchmarks.quality.language_tasks import TASKS, batches_of
 from benchmarks.shared import common
 from benchmarks.zoo import zoo_data
 from benchmarks.zoo.example_models import moved_loss
@@ -52,6 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 ROWS = ("bico, automatic scale", "twofold")
 MANY = 100  # samples of the kinds that are looked at beside, and of the costlier method
+CUT = 48  # tokens of a passage that a pair of real models sees, or writes: the test has whole ones
 SHARE = 0.5  # of the gain with real samples
 
 
@@ -103,7 +104,7 @@ def real_pair(pair: str, folder: Path) -> Place:
     lora = language_models.tuned(A, kept, "scripture", language_models.PROTOCOL.steps)
     task = TASKS["scripture"]
     test = batches_of(B, task.questions(task.most))
-    return Place((A, B), load_tuned(str(lora), A), task.samples("train"), test, {FREE: KINDS[FREE]}, LENGTH)
+    return Place((A, B), load_tuned(str(lora), A), task.samples("train"), test, {FREE: KINDS[FREE]}, CUT)
 
 
 def table(target: float, losses: dict[str, list[float]], counts: Sequence[int]) -> str:

@@ -351,7 +351,8 @@ def table(cells: dict[str, Any]) -> str:
         shares = [[real.share(cells[key], found[key][row]["right"]) for key in keys] for row in (name, DEFAULT)]
         if keys:
             seconds = statistics.mean(found[key][name]["cpu"] for key in keys)
-            spent = "" if name.startswith("a limit") else f"{seconds:.0f}"
+            own = not name.startswith("a limit") and not name.endswith("out of the move")  # cut out of another
+            spent = f"{seconds:.0f}" if own else ""
             each = ", ".join(f"{share:.0f}" for share in shares[0])
             lines.append(
                 [name, f"{statistics.mean(shares[0]):.0f} %", f"{statistics.mean(shares[1]):.0f} %", each, spent]

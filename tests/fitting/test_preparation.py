@@ -74,7 +74,7 @@ def test_the_teacher_reads_the_end_of_prompts_that_are_longer_than_its_positions
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=90, n_embd=16, n_layer=1, n_head=4, n_positions=24, eos_token_id=2, initializer_range=0.5
-    )  # fmt: skip; as many words as the tokenizer has
+    )  # as many words as the tokenizer has
     model = transformers.GPT2LMHeadModel(config)
     model.transformer.wte.weight.data[:4] = 0  # tokens that end a text are never the likeliest
     folders.save(model, tmp_path / "gpt")
