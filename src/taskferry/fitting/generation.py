@@ -50,6 +50,11 @@ class Drawn:
     seconds: float | None = None  # that drawing all would take, where few were drawn to see
 
     @property
+    def whole(self) -> bool:
+        """Whether the source wrote all of it, and not answers to prompts that were given."""
+        return self.how["prompts"] in ("none", "own")
+
+    @property
     def labels(self) -> str:
         """Whose answers they are."""
         return f"written by {self._authors}"

@@ -36,6 +36,8 @@ from taskferry.training.refinement import STAGE, refine
 REAL = 100_000_000  # parameters of the smallest language models that this was measured on (docs/results.md)
 ENGINES = {"whole": "both models in memory", "blockwise": "one block at a time", "ranks": "several processes"}
 
+HALVED = " Half of the scale that is best on them was taken."
+
 
 def transfer(
     settings: TransferSettings, *, command: str, reporter: Reporter | None = None, dry_run: bool = False
@@ -69,6 +71,11 @@ def transfer(
         apart = job.calibration.folds > 1
         judged = tuple(in_form(settings, kind, each)[0] for each in moved.without if apart) or (final,)
         curve, factor = scaled(settings, job, moved, final, judged)
+        chosen = settings.scale == "auto" and curve.helps and not method.needs.training
+        halved = chosen and drawn is not None and drawn.whole
+        if halved:
+            factor /= 2
+            curve = at_half(job, [factor * each for each in judged], curve)
         shown = in_units(curve, job)
         answers = job.pair.answers([factor * each for each in judged]) if curve.helps else None
         expected = foretold(
@@ -137,6 +144,8 @@ def transfer(
         record["verdict"]["sentence"] += packed(kind, written, adapter)
         if moved_head is not None:
             record["verdict"]["sentence"] += told_of(moved_head)
+        if halved:
+            record["verdict"]["sentence"] += HALVED
         write_output(settings, kind, written, models.target, adapter, record, models.inputs, timing, drawn)
         return Outcome(record, settings.out)
 
@@ -203,6 +212,19 @@ def scaled(
     before, after = (job.mean(folds) for folds in job.pair.losses(judged, [0.0, 1.0]))  # of what the cut has left
     points = {**dict(curve.points), 0.0: before, best: after}
     return replace(curve, points=tuple(sorted(points.items())), best=best if after < before else 0.0), 1.0
+
+
+def at_half(job: Job, judged: Sequence[TaskVector], curve: ScaleCurve) -> ScaleCurve:
+    """With the loss at half of its best scale, which is taken: whole texts of the tuned source ask for too large ones.
+
+    What a small model writes is met by a larger change than real texts are (docs/how-to/no-data.md). `judged` are the
+    changes at that scale.
+    """
+    losses = job.pair.losses([*judged] * max(1, len(curve.folds) // len(judged)), [1.0])[0]
+    half, after = curve.best / 2, job.mean(losses)
+    folds = zip((before for before, _ in curve.folds), losses, strict=True) if curve.folds else ()
+    points = tuple(sorted({**dict(curve.points), half: after}.items()))
+    return ScaleCurve(points, half if after < curve.loss(0.0) else 0.0, tuple(folds))
 
 
 def _made_from_samples(models: Opened) -> bool:
