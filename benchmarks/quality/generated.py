@@ -5,11 +5,11 @@
 
 The LoRA moves on so many samples of each kind; the loss per token is that of passages of books that nothing was trained
 on (200 for the models of `taskferry example`, 100 for a pair of real language models, as in `language_models.py`), and
-nothing is chosen on them. The first of many generated samples are those of fewer. The example has 128 real passages,
-which stand for 400. A run goes on where an earlier one stopped.
+nothing is chosen on them, except that it is a half: `transfer` takes half of the scale that is best on generated texts,
+which the rows at half of it show. The first of many generated samples are those of fewer. The example has 128 real
+passages, which stand for 400. A run goes on where an earlier one stopped.
 
-`transfer` takes half of the scale that is best on generated texts: those are the rows at half of it. Bound: with a
-hundred generated samples BiCo has at least half of what it gains with a hundred real ones.
+Bound: with a hundred generated samples BiCo has at least half of what it gains with a hundred real ones.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def table(target: float, losses: dict[str, list[float]], counts: Sequence[int]) 
                     cells.append("")
                     continue
                 gain, best = (target - statistics.mean(each) for each in (found, real))
-                share = "" if (base, kind) == (row, REAL) else f" ({gain / best:.0%})"
+                share = "" if kind == REAL else f" ({gain / best:.0%})"
                 cells.append(common.mean_spread(found, 3) + share)
             if any(cells):
                 lines.append([row, kind, *cells])
@@ -146,7 +146,8 @@ def study(place: Place, counts: tuple[int, ...], seed: int, found: dict[str, dic
             change, scale, _ = mover.move(row)
             key = f"{row}: {kind}, {count}"
             found["losses"][key] = round(place.score(change, scale), 4)
-            found["losses"][f"{row}{HALF}: {kind}, {count}"] = round(place.score(change, scale / 2), 4)
+            if kind != REAL:
+                found["losses"][f"{row}{HALF}: {kind}, {count}"] = round(place.score(change, scale / 2), 4)
             print(f"{key}, seed {seed}: {found['losses'][key]}", flush=True)
             yield
 

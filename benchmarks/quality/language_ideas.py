@@ -46,6 +46,7 @@ from taskferry.maths.decompositions import of_rows
 from taskferry.maths.whitening import Whitened
 from taskferry.methods import Job, Moved, run
 from taskferry.settings import CalibrationSettings
+from taskferry.sites.site import depths
 from taskferry.taskvector import LowRank
 
 ASKED = ("emotion", "snli")
@@ -243,7 +244,7 @@ def late(trial: Trial) -> Found:
     """Target blocks nearest to the words stay as they are: cut out of the default's move, then of the fit as well."""
     job, moved = trial.plain, trial.default.tau
     blocks = {pair.target.weight: pair.target.block or 0 for pair in job.pair.pairs}
-    depth = 1 + max(blocks.values())
+    (depth,) = depths([pair.target for pair in job.pair.pairs]).values()
     for name, first in (("sixth", depth // 6), ("third", depth // 3), ("half", depth // 2)):
         kept = {key: delta for key, delta in moved.deltas.items() if blocks.get(key, depth) >= first}
         yield f"the first {name} of the blocks left out of the move", TaskVector(kept), 1.0

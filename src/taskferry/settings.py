@@ -34,6 +34,11 @@ class Settings(BaseModel):
     panel: ClassVar[str] = "More"  # where the help shows them
     first: ClassVar[tuple[str, ...]] = ()  # what most need, shown before all others
 
+    @classmethod
+    def default_of(cls, name: str) -> Any:
+        """What a setting is where nobody says."""
+        return cls.model_fields[name].get_default(call_default_factory=True)
+
 
 class Writing(Settings):
     """What every command that writes something takes."""

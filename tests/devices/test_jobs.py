@@ -45,6 +45,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folders.causal(root / "a", "LlamaForCausalLM", 16, 2, 1)
     folders.causal(root / "b", "Qwen3ForCausalLM", 24, 3, 2)
     folders.lora(root / "a", root / "lora", ["q_proj", "v_proj", "down_proj"], seed=1, task_type="CAUSAL_LM")
+    # By chance one whose move lowers the loss: along others no maps are saved.
+    folders.lora(root / "a", root / "helps", ["q_proj", "v_proj"], seed=4, task_type="CAUSAL_LM")
     folders.prompts(root / "prompts.jsonl")
     folders.encoder(root / "one", 16, 2, 3)
     folders.encoder(root / "other", 24, 3, 4)
@@ -106,7 +108,7 @@ def test_a_transfer_writes_the_same_bytes(world: Path, tmp_path: Path, kind: str
 
 def test_fit_and_apply(world: Path, tmp_path: Path) -> None:
     for name, places in (("here", CPU), ("there", APART)):
-        given = {**language(world), "source_tuned": None, **places}  # along a random LoRA no maps are saved: it harms
+        given = {**language(world), "source_tuned": str(world / "helps"), **places}
         fit_alignment(FitSettings(**given, out=tmp_path / f"{name}.alignment"))
     # Maps that are read from a file are in the host's memory, wherever they were made.
     maps = [Alignment.load(tmp_path / f"{name}.alignment") for name in ("here", "there")]

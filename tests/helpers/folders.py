@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.helpers.texts import SECOND, TEXTS, train
@@ -116,4 +118,14 @@ def lora(base: Path, out: Path, modules: str | Sequence[str], seed: int = 0, **m
             if "lora_" in name:
                 parameter.copy_(0.3 * torch.randn_like(parameter))
     adapted.save_pretrained(out)
+    return out
+
+
+def times(given: Path, out: Path, factor: float) -> Path:
+    """The same adapter with its change multiplied: backwards, by a negative number."""
+    out.mkdir()
+    shutil.copy(given / "adapter_config.json", out)
+    tensors = load_file(given / "adapter_model.safetensors")
+    save_file({name: factor * value if "lora_B" in name else value for name, value in tensors.items()},
+              out / "adapter_model.safetensors", metadata={"format": "pt"})  # fmt: skip
     return out

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from taskferry.errors import DoesNotHelp, TaskferryError
 from taskferry.example import FILES
@@ -24,13 +23,7 @@ PAIR = {"source_base": str(FILES / "base-a"), "target_base": str(FILES / "base-b
 @pytest.fixture(scope="module")
 def backwards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The adapter of the example, which unlearns what that has learned."""
-    out = tmp_path_factory.mktemp("backwards") / "lora"
-    out.mkdir()
-    (out / "adapter_config.json").write_bytes((FILES / "my-lora" / "adapter_config.json").read_bytes())
-    given = load_file(FILES / "my-lora" / "adapter_model.safetensors")
-    save_file({name: -4 * value if "lora_B" in name else value for name, value in given.items()},
-              out / "adapter_model.safetensors", metadata={"format": "pt"})  # fmt: skip
-    return out
+    return folders.times(FILES / "my-lora", tmp_path_factory.mktemp("backwards") / "lora", -4)
 
 
 def test_maps_along_a_reference_that_does_not_help_are_not_saved(backwards: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class Drawn:
     @property
     def whole(self) -> bool:
         """Whether the source wrote all of it, and not answers to prompts that were given."""
-        return self.how["prompts"] in ("none", "own")
+        return self.how["prompts"] in (FREE, OWN)
 
     @property
     def labels(self) -> str:

@@ -81,7 +81,7 @@ def logits_at(model: nn.Module, batch: Batch, where: Tensor) -> Tensor:
     positions that are asked for, and no others.
     """
     given = dict(family_of(model).arguments(model, batch))
-    output: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    output = head_of(model)
     if not is_sequence_to_sequence(model):
         given.pop("labels", None)  # causal models would compute a mean loss of their own from them
     else:
@@ -102,9 +102,14 @@ def logits_at(model: nn.Module, batch: Batch, where: Tensor) -> Tensor:
     return scores if scores.ndim == 2 else scores[where.to(scores.device)]
 
 
+def head_of(model: nn.Module) -> Any:
+    """Its last layer, which scores the words; None where it has none or does not say."""
+    return getattr(model, "get_output_embeddings", lambda: None)()
+
+
 def words_of(model: nn.Module) -> int:
     """How many words it scores, where its last layer says so."""
-    output: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    output = head_of(model)
     return int(output.weight.shape[0]) if isinstance(output, nn.Linear) else sys.maxsize
 
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from taskferry.calibration.batch import IGNORED, Batch
 from taskferry.errors import TaskferryError, first_line
 from taskferry.fitting.capture import Loss, MicroBatch, Side
-from taskferry.fitting.language import expected, is_language_model
+from taskferry.fitting.language import expected, head_of, is_language_model
 from taskferry.fitting.models import frozen
 from taskferry.fitting.statistics import Capture, Statistics
 from taskferry.sites import family_of
@@ -208,7 +208,7 @@ def _loss(block: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], mark: 
 
 def _head(live: Live, model: nn.Module, batch: Batch) -> int:
     """Scores of the words at the positions that count, their loss and its gradient; 0 for models without words."""
-    words = getattr(model, "get_output_embeddings", lambda: None)() if is_language_model(model) else None
+    words = head_of(model) if is_language_model(model) else None
     if words is None or "labels" not in batch.inputs:
         return 0
     count = int((expected(model, batch) != IGNORED).sum())

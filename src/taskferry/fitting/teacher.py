@@ -63,17 +63,17 @@ def complete(model: torch.nn.Module, tokenizer: Any, prompts: Sequence[str], len
     both, stops = is_sequence_to_sequence(model), {*_numbers(tokenizer.eos_token_id)}
     most = longest_text(sys.maxsize, model)
     length = min(length, max(1, most // 2))
-    for prompt in prompts:
-        # Of a long prompt the end is read, so that the answer has a place behind it.
-        ids = _ids(model, tokenizer, prompt, True, stops)[-(most if both else most - length) :]
-        read = torch.tensor([ids], device=device_of(model))
-        with as_it_is(model, tokenizer) as (generator, _, _):
+    with as_it_is(model, tokenizer) as (generator, _, _):
+        for prompt in prompts:
+            # Of a long prompt the end is read, so that the answer has a place behind it.
+            ids = _ids(model, tokenizer, prompt, True, stops)[-(most if both else most - length) :]
+            read = torch.tensor([ids], device=device_of(model))
             output = generator.generate(
                 input_ids=read, attention_mask=torch.ones_like(read), max_new_tokens=length, do_sample=False
             )
-        # Decoded as a whole: a piece on its own may lose the space before it.
-        text = _decoded(tokenizer, output[0].tolist())
-        completions.append(text if both else text[len(_decoded(tokenizer, ids)) :])
+            # Decoded as a whole: a piece on its own may lose the space before it.
+            text = _decoded(tokenizer, output[0].tolist())
+            completions.append(text if both else text[len(_decoded(tokenizer, ids)) :])
     if all(map(is_blank, completions)):
         raise TaskferryError("the tuned source answers every prompt with nothing: give completions in the data")
     return completions

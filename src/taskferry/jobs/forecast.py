@@ -82,8 +82,7 @@ def foretold(
     """
     usual = ("effort", "method_settings", "map_rank", "tolerance", "sampler", "per_class", "dtype")
     by_default = settings.method == DEFAULT_METHOD and not any(
-        getattr(settings, name) != type(settings).model_fields[name].get_default(call_default_factory=True)
-        for name in usual
+        getattr(settings, name) != settings.default_of(name) for name in usual
     )
     whole = not low_rank and settings.rank is None and settings.energy is None and not settings.refine
     chosen = settings.scale == "auto" and curve.helps and bool(curve.folds)

@@ -208,8 +208,7 @@ class TransferSettings(RefineSettings, OutputSettings, Writing):
         method = published()
         fixed = {"method": method.name, **(method.paper or {})}
         other = [name for name, value in fixed.items() if name in given and not _same(given[name], value)]
-        own = {name: cls.model_fields[name].get_default(call_default_factory=True)
-               for name in ("method_settings", "tolerance", "effort")}  # fmt: skip
+        own = {name: cls.default_of(name) for name in ("method_settings", "tolerance", "effort")}
         other += [name for name, default in own.items() if not _same(given.get(name, default), default)]
         if other:
             raise ValueError(f"paper fixes {', '.join(other)}: give one or the other")

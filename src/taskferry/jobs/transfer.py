@@ -35,7 +35,6 @@ from taskferry.training.refinement import STAGE, refine
 
 REAL = 100_000_000  # parameters of the smallest language models that this was measured on (docs/results.md)
 ENGINES = {"whole": "both models in memory", "blockwise": "one block at a time", "ranks": "several processes"}
-
 HALVED = " Half of the scale that is best on them was taken."
 
 
@@ -69,13 +68,16 @@ def transfer(
         # Cut first: the scale and the verdict are those of what is written.
         final, cut = in_form(settings, kind, moved.tau)
         apart = job.calibration.folds > 1
-        judged = tuple(in_form(settings, kind, each)[0] for each in moved.without if apart) or (final,)
+        crossed = tuple(in_form(settings, kind, each)[0] for each in moved.without if apart)
+        judged = crossed or (final,)
         curve, factor = scaled(settings, job, moved, final, judged)
         chosen = settings.scale == "auto" and curve.helps and not method.needs.training
         halved = chosen and drawn is not None and drawn.whole
         if halved:
             factor /= 2
             curve = at_half(job, [factor * each for each in judged], curve)
+        if not curve.helps:
+            factor = 0.0
         shown = in_units(curve, job)
         answers = job.pair.answers([factor * each for each in judged]) if curve.helps else None
         expected = foretold(
@@ -86,11 +88,11 @@ def transfer(
             labelled=models.prepared.by_data,
             low_rank=models.tuned.adapter is not None,
         )
-        written, refined = (factor if curve.helps else 0.0) * final, None
+        written, refined = factor * final, None
         if refinement is not None:
             resume = job.pair.work.resume
             folder = None if resume is None else resume / STAGE  # beside the output until that is written
-            without = [(factor if curve.helps else 0.0) * each for each in judged if moved.without and apart]
+            without = [factor * each for each in crossed]
             refined = refine(job.pair, job.tau, written, refinement, without=without, folder=folder)
             written = refined.tau
         seen = moved.tau if refined is None else replace(written, coverage=moved.tau.coverage)
@@ -220,7 +222,7 @@ def at_half(job: Job, judged: Sequence[TaskVector], curve: ScaleCurve) -> ScaleC
     What a small model writes is met by a larger change than real texts are (docs/how-to/no-data.md). `judged` are the
     changes at that scale.
     """
-    losses = job.pair.losses([*judged] * max(1, len(curve.folds) // len(judged)), [1.0])[0]
+    losses = job.pair.losses(job.in_shares(judged), [1.0])[0]
     half, after = curve.best / 2, job.mean(losses)
     folds = zip((before for before, _ in curve.folds), losses, strict=True) if curve.folds else ()
     points = tuple(sorted({**dict(curve.points), half: after}.items()))

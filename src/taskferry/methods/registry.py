@@ -129,12 +129,8 @@ class Job:
         return [self.mean(folds) for folds in self.pair.losses(changes, scales)]
 
     def best_scale(self, changes: Sequence[TaskVector], rounds: int = ROUNDS) -> ScaleCurve:
-        """The scale with the lowest loss; `changes` are `Moved.judged`. The untouched target is looked at once.
-
-        One change for all folds is judged on each of them; one fold in two shares, of which one may say otherwise.
-        """
-        if len(changes) == 1 and self.calibration.folds > 1:
-            changes = [*changes] * min(FOLDS, len(self.calibration.judging(1)[0]))
+        """The scale with the lowest loss; `changes` are `Moved.judged`. The untouched target is looked at once."""
+        changes = self.in_shares(changes)
         before = self.pair.untouched.get(len(changes))
         known: dict[float, list[float]] = {} if before is None else {0.0: before}
 
@@ -150,6 +146,12 @@ class Job:
         if self.pair.work.progress is not None:
             self.pair.work.progress("scale", len(known), len(known))  # the search may end early
         return replace(curve, folds=tuple(zip(known[0.0], known[curve.best], strict=True)) if curve.helps else ())
+
+    def in_shares(self, changes: Sequence[TaskVector]) -> Sequence[TaskVector]:
+        """One change for all folds is judged on each; one fold in two shares, of which one may say otherwise."""
+        if len(changes) == 1 and self.calibration.folds > 1:
+            return [*changes] * min(FOLDS, len(self.calibration.judging(1)[0]))
+        return changes
 
     def mean(self, folds: Sequence[float]) -> float:
         """Of the losses of all folds, by their numbers of samples."""
