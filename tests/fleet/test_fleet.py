@@ -24,7 +24,7 @@ from taskferry.errors import TaskferryError
 from taskferry.fleet import run as fleet
 from taskferry.fleet.move import RECORD, WEIGHTS, OpenAlignment, move_batch
 from taskferry.fleet.store import Store
-from taskferry.settings import FleetSettings, Move
+from taskferry.settings import FleetSettings, Move, load_settings
 from tests.helpers import folders
 from tests.helpers.command import Ran, taskferry
 from tests.helpers.tiny import relative
@@ -208,7 +208,9 @@ def test_parts_of_a_manifest_are_written_once_and_later_ones_win(address: str, t
     assert list(fleet.Manifest.open(store, wanted).states) == [keys[0], keys[2]]  # an output that is gone is made again
 
 
-def test_a_fleet_with_other_maps_scale_or_adapters_is_moved_again(world: Path, tmp_path: Path) -> None:
+def test_a_fleet_with_other_maps_scale_or_adapters_is_moved_again(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapters, out = tmp_path / "adapters", tmp_path / "moved"
     for i in range(2):
         shutil.copytree(world / "adapters" / f"good-{i}", adapters / f"good-{i}")
@@ -221,12 +223,14 @@ def test_a_fleet_with_other_maps_scale_or_adapters_is_moved_again(world: Path, t
         return {p.parent.name: p.read_bytes() for p in sorted(out.glob("b--*/adapter_model.safetensors"))}
 
     first = moved()
-    assert moved() == first
+    with monkeypatch.context() as patch:  # one that is done starts nothing
+        patch.setattr(fleet, "_connect", None)
+        patch.setattr(fleet, "_move_all", None)
+        assert fleet.run_fleet(load_settings(FleetSettings, file, {}))["done"] == 2
     half = moved(scale=0.5)
     assert all(half[name] != first[name] for name in first)
     shutil.rmtree(out / "b--good-0")
-    assert moved(scale=0.5) == half
-    (out / "b--good-0" / WEIGHTS).unlink()  # its record is still there
+    (out / "b--good-1" / WEIGHTS).unlink()  # its record is still there
     assert moved(scale=0.5) == half
     shutil.copyfile(world / "adapters" / "good-2" / WEIGHTS, adapters / "good-1" / WEIGHTS)
     last = moved(scale=0.5)

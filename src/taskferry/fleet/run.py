@@ -117,9 +117,10 @@ def run_fleet(settings: FleetSettings, reporter: FleetReporter | None = None) ->
     before, total = len(manifest.states), len(names) * len(settings.moves)
     work = [(move, [name for name in names if (move.name, name) not in manifest.states]) for move in settings.moves]
     counts = {"done": before, "failed": 0}
-    if not ray.is_initialized():
+    waiting = any(missing for _, missing in work)
+    if waiting and not ray.is_initialized():  # a fleet that is done starts nothing
         _connect(ray, settings.address)
-    for batch in _move_all(ray, settings, work, inputs.address, outputs.address):
+    for batch in _move_all(ray, settings, work, inputs.address, outputs.address) if waiting else ():
         manifest.add(batch)
         for moved in batch:
             counts[moved.status] += 1
