@@ -26,7 +26,7 @@ from taskferry.fleet.move import RECORD, WEIGHTS, OpenAlignment, move_batch
 from taskferry.fleet.store import Store
 from taskferry.settings import FleetSettings, Move, load_settings
 from tests.helpers import folders
-from tests.helpers.command import Ran, taskferry
+from tests.helpers.command import taskferry
 from tests.helpers.tiny import relative
 
 pytest.importorskip("ray")
@@ -208,63 +208,6 @@ def test_parts_of_a_manifest_are_written_once_and_later_ones_win(address: str, t
     assert list(fleet.Manifest.open(store, wanted).states) == [keys[0], keys[2]]  # an output that is gone is made again
 
 
-def test_a_fleet_with_other_maps_scale_or_adapters_is_moved_again(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adapters, out = tmp_path / "adapters", tmp_path / "moved"
-    for i in range(2):
-        shutil.copytree(world / "adapters" / f"good-{i}", adapters / f"good-{i}")
-    file = plan(world, out)
-    given = yaml.safe_load(file.read_text()) | {"adapters": str(adapters)}
-
-    def moved(**changed: Any) -> dict[str, bytes]:
-        file.write_text(yaml.safe_dump({**given, **changed}))
-        assert taskferry("fleet", file, "--json").json["done"] == 2
-        return {p.parent.name: p.read_bytes() for p in sorted(out.glob("b--*/adapter_model.safetensors"))}
-
-    first = moved()
-    with monkeypatch.context() as patch:  # one that is done starts nothing
-        patch.setattr(fleet, "_connect", None)
-        patch.setattr(fleet, "_move_all", None)
-        assert fleet.run_fleet(load_settings(FleetSettings, file, {}))["done"] == 2
-    half = moved(scale=0.5)
-    assert all(half[name] != first[name] for name in first)
-    shutil.rmtree(out / "b--good-0")
-    (out / "b--good-1" / WEIGHTS).unlink()  # its record is still there
-    assert moved(scale=0.5) == half
-    shutil.copyfile(world / "adapters" / "good-2" / WEIGHTS, adapters / "good-1" / WEIGHTS)
-    last = moved(scale=0.5)
-    assert last["b--good-0"] == half["b--good-0"]
-    assert last["b--good-1"] != half["b--good-1"]
-    record = json.loads((out / "b--good-0" / "taskferry.json").read_text())
-    assert str(adapters / "good-0") in record["command"]
-
-
-def test_a_fleet_says_what_does_not_fit(world: Path, tmp_path: Path) -> None:
-    """Another target, adapters of several bases, and settings of a move that nobody knows."""
-    adapters, out = tmp_path / "adapters", tmp_path / "moved"
-    for i in range(2):
-        shutil.copytree(world / "adapters" / f"good-{i}", adapters / f"good-{i}")
-    config = adapters / "good-1" / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "another/base"}))
-    file = plan(world, out)
-    given = yaml.safe_load(file.read_text()) | {"adapters": str(adapters)}
-    move = given["moves"][0]
-
-    def ran(code: int, **changed: Any) -> Ran:
-        file.write_text(yaml.safe_dump({**given, "moves": [{**move, **changed}]}))
-        return taskferry("fleet", file, "--json", code=code)
-
-    assert "moves.0: unknown setting 'target_bas', did you mean target_base?" in ran(2, target_bas="x").err
-    file.write_text(
-        yaml.safe_dump({**given, "moves": [move, {**move, "name": "c", "target_base": str(world / "base-a")}]})
-    )
-    said = " ".join(taskferry("fleet", file, code=2).err.split())  # before anything of the first move is done
-    assert not (out / "b--good-0").exists()
-    assert "base-a is not the target that this alignment was fitted on: encoder.layer.0" in said
-    assert ran(0).json["bases"] == {str(world / "base-a"): 1, "another/base": 1}
-
-
 def test_a_fleet_whose_outputs_would_overwrite_each_other_is_refused(world: Path, tmp_path: Path) -> None:
     file = plan(world, tmp_path / "moved")
     given = yaml.safe_load(file.read_text())
@@ -341,6 +284,60 @@ def in_workers(monkeypatch: pytest.MonkeyPatch, trouble: Callable[[list[str], Ca
     """Let a function of (names, the work) do the work of every batch."""
     whole = fleet._move_batch
     monkeypatch.setattr(fleet, "_move_batch", lambda *given: trouble(given[2], lambda: whole(*given)))
+
+
+def test_a_fleet_with_other_maps_scale_or_adapters_is_moved_again(
+    world: Path, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters, out = tmp_path / "adapters", tmp_path / "moved"
+    for i in range(2):
+        shutil.copytree(world / "adapters" / f"good-{i}", adapters / f"good-{i}")
+    given = settings(world, str(out)).model_copy(update={"adapters": str(adapters)})
+
+    def moved(scale: float | None = None) -> dict[str, bytes]:
+        assert fleet.run_fleet(given.model_copy(update={"scale": scale} if scale else {}))["done"] == 2
+        return {p.parent.name: p.read_bytes() for p in sorted(out.glob("b--*/adapter_model.safetensors"))}
+
+    first = moved()
+    with monkeypatch.context() as patch:  # one that is done starts nothing
+        patch.setattr(fleet, "_connect", None)
+        patch.setattr(fleet, "_move_all", None)
+        assert moved() == first
+    half = moved(scale=0.5)
+    assert all(half[name] != first[name] for name in first)
+    shutil.rmtree(out / "b--good-0")
+    (out / "b--good-1" / WEIGHTS).unlink()  # its record is still there
+    assert moved(scale=0.5) == half
+    shutil.copyfile(world / "adapters" / "good-2" / WEIGHTS, adapters / "good-1" / WEIGHTS)
+    last = moved(scale=0.5)
+    assert last["b--good-0"] == half["b--good-0"]
+    assert last["b--good-1"] != half["b--good-1"]
+    record = json.loads((out / "b--good-0" / "taskferry.json").read_text())
+    assert str(adapters / "good-0") in record["command"]
+
+
+def test_a_fleet_says_what_does_not_fit(world: Path, tmp_path: Path, cluster: Any) -> None:
+    """Another target, adapters of several bases, and settings of a move that nobody knows."""
+    adapters, out = tmp_path / "adapters", tmp_path / "moved"
+    for i in range(2):
+        shutil.copytree(world / "adapters" / f"good-{i}", adapters / f"good-{i}")
+    config = adapters / "good-1" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "another/base"}))
+    file = plan(world, out)
+    given = yaml.safe_load(file.read_text()) | {"adapters": str(adapters)}
+    move = given["moves"][0]
+    for moves, words in (
+        ([{**move, "target_bas": "x"}], "moves.0: unknown setting 'target_bas', did you mean target_base?"),
+        # Before anything of the first move is done.
+        ([move, {**move, "name": "c", "target_base": str(world / "base-a")}],
+         "base-a is not the target that this alignment was fitted on: encoder.layer.0"),
+    ):  # fmt: skip
+        file.write_text(yaml.safe_dump({**given, "moves": moves}))
+        assert words in " ".join(taskferry("fleet", file, code=2).err.split())
+    assert not (out / "b--good-0").exists()
+    file.write_text(yaml.safe_dump(given))
+    summary = fleet.run_fleet(load_settings(FleetSettings, file, {}))
+    assert summary["bases"] == {str(world / "base-a"): 1, "another/base": 1}
 
 
 def test_a_batch_whose_worker_dies_is_tried_again_and_not_made_again(
