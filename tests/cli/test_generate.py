@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from taskferry import Alignment
+from taskferry.checkpoints import Skeleton, load_model, read_adapter
 from taskferry.example import write_example
 from tests.helpers import folders
 from tests.helpers.command import Ran, ranks, taskferry
+from tests.helpers.tiny import relative
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -132,6 +134,19 @@ def test_maps_of_generated_samples(world: Path, tmp_path: Path) -> None:
     out.unlink()
     ran = taskferry("fit", *words(world, "--calibration", "generate", "--out", out), code=2)
     assert f"{beside.name} exists" in ran.err.replace("\n", "")
+
+
+def test_maps_along_a_reference_take_half_of_the_scale_too(world: Path, tmp_path: Path) -> None:
+    out, again = tmp_path / "maps.alignment", tmp_path / "again.alignment"
+    method = ["--method", "twofold", "--effort", "fast"]
+    taskferry("fit", *words(world, "--calibration", "generate", "--out", out, *method))
+    taskferry("fit", *words(world, "--calibration", f"{out}.calibration.jsonl", "--out", again, *method))
+    half, whole = Alignment.load(out), Alignment.load(again)
+    assert half.provenance["calibration"]["generated"]["scale"] == "half of the one that is best on them"
+    tau = read_adapter(world / "my-lora", Skeleton.of(load_model(str(world / "base-a")).model)).tau
+    moved, twice = (each.apply(tau).dense().deltas for each in (half, whole))
+    assert moved.keys() == twice.keys()
+    assert all(relative(2 * moved[name], change) < 1e-4 for name, change in twice.items())
 
 
 def test_what_was_drawn_can_be_refined_on(world: Path, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from taskferry.settings import GenerationSettings
 STAGE = "generate"
 BATCH = 16  # texts that are written together
 TRIES = 4  # so many times the texts that are wanted, where some say nothing
+HALF = 0.5  # of the scale that is best on whole texts of the source (docs/how-to/no-data.md)
 
 Everyone = Callable[[list[Row]], list[list[Row]]]  # what each process has drawn, in the order of their numbers
 

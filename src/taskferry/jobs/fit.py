@@ -9,7 +9,7 @@ from taskferry.disk.files import write_text
 from taskferry.disk.staging import check_free
 from taskferry.engines.launch import rank_and_size
 from taskferry.errors import DoesNotHelp, TaskferryError
-from taskferry.fitting.generation import beside
+from taskferry.fitting.generation import HALF, beside
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.opening import Opened, cut_line, opened, without_weights
 from taskferry.jobs.plan import plan_job, plan_sizes, refining
@@ -58,7 +58,10 @@ def fit_alignment(
             return None
         models.inputs.check()
         if models.drawn is not None:
-            samples = {**alignment.provenance["calibration"], "generated": dict(models.drawn.how)}
+            how = dict(models.drawn.how)
+            if moved.curve is not None and models.drawn.whole:  # as `transfer` does
+                alignment, how = alignment.times(HALF), {**how, "scale": "half of the one that is best on them"}
+            samples = {**alignment.provenance["calibration"], "generated": how}
             alignment = replace(alignment, provenance={**alignment.provenance, "calibration": samples})
         alignment.save(settings.out)
         if models.drawn is not None:

@@ -14,6 +14,7 @@ from taskferry.checkpoints.conversion import peft_for
 from taskferry.disk.staging import check_free
 from taskferry.engines.pair import ModelPair
 from taskferry.errors import TaskferryError
+from taskferry.fitting.generation import HALF
 from taskferry.fitting.objectives import Classifier, LanguageModel
 from taskferry.fitting.scale import ScaleCurve
 from taskferry.fitting.task_head import MovedHead, TaskHead
@@ -74,7 +75,7 @@ def transfer(
         chosen = settings.scale == "auto" and curve.helps and not method.needs.training
         halved = chosen and drawn is not None and drawn.whole
         if halved:
-            factor /= 2
+            factor *= HALF
             curve = at_half(job, [factor * each for each in judged], curve)
         if not curve.helps:
             factor = 0.0
@@ -146,7 +147,7 @@ def transfer(
         record["verdict"]["sentence"] += packed(kind, written, adapter)
         if moved_head is not None:
             record["verdict"]["sentence"] += told_of(moved_head)
-        if halved:
+        if halved and curve.helps:
             record["verdict"]["sentence"] += HALVED
         write_output(settings, kind, written, models.target, adapter, record, models.inputs, timing, drawn)
         return Outcome(record, settings.out)
@@ -223,7 +224,7 @@ def at_half(job: Job, judged: Sequence[TaskVector], curve: ScaleCurve) -> ScaleC
     changes at that scale.
     """
     losses = job.pair.losses(job.in_shares(judged), [1.0])[0]
-    half, after = curve.best / 2, job.mean(losses)
+    half, after = HALF * curve.best, job.mean(losses)
     folds = zip((before for before, _ in curve.folds), losses, strict=True) if curve.folds else ()
     points = tuple(sorted({**dict(curve.points), half: after}.items()))
     return ScaleCurve(points, half if after < curve.loss(0.0) else 0.0, tuple(folds))
