@@ -72,9 +72,10 @@ def language_numbers(cells: dict[str, Any]) -> dict[str, str]:
             scores, costs = of_draws(draws, way)
             found[f"{prefix}_{name}"] = shown(scores)
             found[f"{prefix}_{name}_cpu"] = f"{statistics.mean(costs):.0f}" if costs else ""
-    for name, origin in (("l_true", "ends"), ("l_teacher", "teacher")):  # the same LoRA under either's answers
-        cell = cells[" ".join([f"trec+{origin}", *PAIR, "100", "0"])]
-        found[name] = shown(of_draws([cell], "the default")[0])
+    # Four times as many samples; and the same LoRA under either's answers.
+    for name, task, count in (("many", "trec", 400), ("true", "trec+ends", 100), ("teacher", "trec+teacher", 100)):
+        cell = cells[" ".join([task, *PAIR, str(count), "0"])]
+        found[f"l_{name}"] = shown(of_draws([cell], "the default")[0])
     return found
 
 
