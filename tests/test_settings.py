@@ -74,3 +74,11 @@ def test_a_wrong_value_is_told_without_the_kinds_that_were_tried() -> None:
     assert "scale: Input should be a valid number" in said
     assert "constrained" not in said
     assert "literal" not in said
+
+
+@pytest.mark.parametrize("wrong", [[], ["a photo"], ["{} and {}"], ["{0}"], ["{name}"], ["a {"], ["{:d}"], ["{!r}"]])
+def test_a_template_has_one_place_for_the_class(wrong: list[str]) -> None:
+    with pytest.raises(TaskferryError, match="templates"):
+        load_settings(TransferSettings, None, {**GIVEN, "templates": wrong})
+    found = load_settings(TransferSettings, None, {**GIVEN, "templates": ["{{a}} {}", "{}"]})
+    assert found.templates == ["{{a}} {}", "{}"]

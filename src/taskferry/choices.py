@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from string import Formatter
 from typing import Literal
 
 Sampler = Literal["random", "class-balanced", "centroid-near", "centroid-far", "half-class", "single-class"]
@@ -13,3 +14,14 @@ ObjectiveName = Literal["auto", "prototypes", "probe", "cross-probe", "head", "z
 RankPolicy = Literal["range", "full"]
 
 DEFAULT_TOLERANCE = 1e-6  # smallest singular value kept, relative to the largest
+
+
+def template(text: str) -> str:
+    """One plain {}, and no other brace that a format would read."""
+    try:
+        holes = [tuple(hole) for _, *hole in Formatter().parse(text) if hole[0] is not None]
+    except ValueError:  # a lone brace
+        holes = []
+    if holes != [("", "", None)]:
+        raise ValueError(f"'{text}' is no template: it needs one {{}}, where the class goes, as 'a photo of a {{}}.'")
+    return text

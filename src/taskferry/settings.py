@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from taskferry.choices import DEFAULT_TOLERANCE, FREE, GENERATE, OWN, LabelSource, ObjectiveName, Sampler
+from taskferry.choices import DEFAULT_TOLERANCE, FREE, GENERATE, OWN, LabelSource, ObjectiveName, Sampler, template
 from taskferry.errors import MissingSettings, TaskferryError, first_line
 
 S = TypeVar("S", bound="Settings")
 MOST_YAML = 2**20  # bytes
 Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Templates = Annotated[list[Annotated[str, AfterValidator(template)]], Field(min_length=1)]
 Precision = Literal["float32", "bfloat16", "float16", "auto"]
 MICRO_BATCH: Any = Field(
     16, ge=1, description="samples at once; changes memory, not the result (of pairs of texts it is part of the loss)"
@@ -59,7 +60,7 @@ class CalibrationSettings(Settings):
     labels: LabelSource = Field("auto", description="from the data, or from the tuned source (teacher)")
     label_column: str = Field("label", description="the column with the class")
     objective: ObjectiveName = Field("auto", description="the loss whose gradient is taken")
-    templates: list[str] = Field(["a photo of a {}."], description="prompts of a zero-shot head; {} is the class")
+    templates: Templates = Field(["a photo of a {}."], description="prompts of a zero-shot head; {} is the class")
     max_length: int = Field(128, ge=2, description="longest text in tokens; longer ones are cut")
     micro_batch: int = MICRO_BATCH
 
@@ -254,7 +255,7 @@ class EvaluateSettings(PlaceSettings):
     shots: str | None = Field(None, description="samples that a probe or prototypes are made from; never the test data")
     label_column: str = Field("label", description="the column with the class")
     objective: ObjectiveName = Field("auto", description="what scores: a head, or the language model's loss")
-    templates: list[str] = Field(["a photo of a {}."], description="prompts of a zero-shot head; {} is the class")
+    templates: Templates = Field(["a photo of a {}."], description="prompts of a zero-shot head; {} is the class")
     max_length: int = Field(128, ge=2, description="longest text in tokens; longer ones are cut")
     micro_batch: int = MICRO_BATCH
     card: Path | None = Field(None, description="an output folder whose model card takes the score")

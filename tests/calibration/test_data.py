@@ -231,6 +231,12 @@ def test_a_full_change_cut_to_a_lora() -> None:
     assert relative(cut.deltas["w"].dense(), exact) == pytest.approx(errors["w"], rel=1e-4)
     share, errors, _ = compress(tau, energy=0.8)
     assert errors["w"] <= 0.2**0.5
+    for how in ({"rank": 3}, {"energy": 0.9}):  # no change: one factor is zero, so that the other can learn
+        none, errors, _ = compress(TaskVector({"w": torch.zeros(2, 9, 7)}), **how)
+        empty = none.deltas["w"]
+        assert (empty.rank, errors["w"]) == (how.get("rank", 1), 0.0)
+        assert not empty.left.any()
+        assert empty.right.all()
     one_less = compress(tau, rank=share.deltas["w"].rank - 1)[1]["w"] if share.deltas["w"].rank > 1 else 1.0
     assert one_less > 0.2**0.5
     for wrong in ({}, {"rank": 2, "energy": 0.5}, {"rank": 0}, {"energy": 1.5}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from taskferry import TaskferryError, load_model, load_samples, load_tuned
 from taskferry.calibration.data import Samples
 from taskferry.engines.whole import WholePair
-from taskferry.fitting.heads import order_of
+from taskferry.fitting.heads import order_of, own_head
 from taskferry.fitting.preparation import Prepared, prepare
 from taskferry.settings import CalibrationSettings
 from taskferry.taskvector import TaskVector
@@ -58,6 +59,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("a-turned", "bert", NAMES, TURNED),
         ("a-counted", "bert", ("LABEL_0", "LABEL_1", "LABEL_2"), (0, 1, 2)),
         ("b", "wide", NAMES, (0, 1, 2)),
+        ("b-counted", "wide", ("LABEL_0", "LABEL_1", "LABEL_2"), (0, 1, 2)),
         ("b-turned", "wide", tuple(name.upper() for name in NAMES), TURNED),
     ):
         classifier(root / name, root / body, names, order)
@@ -120,6 +122,23 @@ def test_names_that_differ_are_refused(world: Path, tmp_path: Path) -> None:
             taskferry(*given)
     with pytest.raises(TaskferryError, match=r"by number, and .* counts wolf, ant, cow, .* cow, wolf, ant"):
         prepared(world, "b-turned", "counted.jsonl")
+
+
+def test_a_head_without_names_beside_one_that_counts_otherwise_is_refused(world: Path) -> None:
+    """The data has no order of its own: what the head without names means by its numbers, nobody knows."""
+    with pytest.raises(TaskferryError, match=r"does not name its classes, and .* counts wolf, ant, cow, .*id2label"):
+        prepared(world, "b-counted", "named.jsonl")
+    prepared(world, "b-counted", "counted.jsonl")
+
+
+@pytest.mark.parametrize("classes", [("LABEL_1", "LABEL_2"), ("0", "1", "10", "2")])
+def test_a_head_without_names_takes_numbers(world: Path, classes: tuple[str, ...]) -> None:
+    model = transformers.BertForSequenceClassification.from_pretrained(world / "bert", num_labels=12)
+    loaded = replace(load_model(str(world / "b-counted")), model=model, absent=frozenset())
+    head = own_head(loaded, Samples("text", [], (), classes, "data", sorted=True))
+    assert [f"{row}" for row in head.order[: len(classes)]] == [name.removeprefix("LABEL_") for name in classes]
+    assert sorted(head.order) == list(range(12))
+    assert head.names == ()
 
 
 def test_names_of_their_own_are_refused_where_nobody_has_counted_them(world: Path, tmp_path: Path) -> None:

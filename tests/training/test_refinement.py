@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch import nn
 
 from taskferry import LowRank, TaskferryError, TaskVector, load_model
 from taskferry.calibration.augmentation import Views
+from taskferry.checkpoints.lowrank import compress
+from taskferry.disk.records import as_json
 from taskferry.fitting.scale import moved_by
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.plan import plan_job
@@ -147,6 +150,62 @@ def test_what_was_moved_is_judged_by_changes_that_did_not_see_the_sample() -> No
     assert plain.evaluations[0][1] == pytest.approx(plain.evaluations[1][1], rel=1e-4)
 
 
+@pytest.mark.parametrize("form", ["lora", "dense"])
+def test_the_end_is_judged_by_what_was_learned_on_those_changes(form: str) -> None:
+    """A start whose own loss is far below theirs is not taken for a lesson learned."""
+    given = job("llama").in_folds()
+    given = with_low_rank(given) if form == "lora" else given
+    start = run("bico", given).tau
+    without = [0.0 * start, 0.5 * start]
+    settings = Refinement(steps=12, learning_rate=2e-3)
+    refined = refine(given.pair, given.tau, start, settings, without=without)
+    learned = refined.tau.dense() + -1.0 * start.dense()
+    assert refined.kept == 12
+    lesson, parts = lesson_of(given.pair, given.tau), kept_aside(given.calibration, 2, settings)
+    by_hand = 0.0
+    for part, change in zip(parts, without, strict=True):
+        with moved_by(given.target, change.dense() + learned) as set_scale, torch.no_grad():
+            set_scale(1.0)
+            by_hand += float(lesson.loss(lesson.batch(part)))
+    assert refined.evaluations[-1][1] == pytest.approx(by_hand / sum(map(len, parts)), rel=1e-5)
+    idle = refine(given.pair, given.tau, start, Refinement(steps=4, learning_rate=1e-12), without=without)
+    assert idle.evaluations[-1][1] == pytest.approx(idle.evaluations[0][1], rel=1e-6)
+
+
+def test_what_gives_no_number_is_dropped_and_written_as_none(tmp_path: Path) -> None:
+    given = job("llama")
+    refined = refine(given.pair, given.tau, math.nan * run("cold", given).tau, Refinement(steps=2))
+    assert refined.kept == 0
+    assert "what was moved is no number before the first step" in refined.sentence
+    assert "rate" not in refined.sentence
+    written = json.loads(as_json(refined.record()), parse_constant=pytest.fail)
+    assert written["evaluations"] == [[0, None]]
+
+
+def test_a_sample_alone_is_like_itself_whatever_was_learned() -> None:
+    """So a fold has two of them or none, of encoders without a head."""
+    given = job("bert").in_folds()
+    for held_out in (0.05, 0.1, 0.2, 0.4):
+        settings = Refinement(steps=1, held_out=held_out)
+        assert all(len(part) != 1 for part in kept_aside(given.calibration, 2, settings, 2))
+    assert any(len(part) == 1 for part in kept_aside(given.calibration, 2, Refinement(steps=1, held_out=0.05)))
+    start = run("bico", given)
+    refined = refine(given.pair, given.tau, start.tau, Refinement(steps=1, held_out=0.05), without=start.without)
+    assert refined.samples >= 2
+    assert refined.evaluations[0][1] > 1e-9
+
+
+def test_a_new_lora_in_place_of_a_full_fine_tune_learns() -> None:
+    given = job("llama", (16, 2), (24, 3))
+    cold = run("cold", given).tau
+    start, errors, _ = compress(TaskVector({name: d for name, d in cold.deltas.items() if len(d.shape) == 2}), rank=2)
+    assert set(errors.values()) == {0.0}
+    assert start.norm() == 0
+    refined = refine(given.pair, given.tau, start, Refinement(steps=12, learning_rate=2e-3))
+    assert refined.kept == 12
+    assert all(delta.rank == 2 and delta.dense().any() for delta in refined.tau.deltas.values())
+
+
 def test_a_fold_without_a_sample_kept_aside_says_nothing() -> None:
     """One sample is kept aside of six: it lies in one of the two folds."""
     given = job("bert-classifier")
@@ -208,7 +267,7 @@ def test_the_rate_falls_with_the_width_of_whole_weights_and_with_its_root_of_fac
 def test_one_sample_cannot_be_refined_on() -> None:
     given = job("llama", micro_batch=1)
     alone = rebuilt(given, calibration=type(given.calibration)(list(given.calibration)[:1]))
-    with pytest.raises(TaskferryError, match="two samples"):
+    with pytest.raises(TaskferryError, match="2 samples at least: 1 to learn from"):
         refine(alone.pair, given.tau, run("cold", given).tau, Refinement(steps=1))
 
 
@@ -332,6 +391,7 @@ def test_training_from_scratch_is_told_of_as_what_it_is(pair: dict[str, Any], tm
     card = (out / "README.md").read_text()
     assert "scale: none, nothing was moved" in card
     assert "without labels" in card
+    assert "nothing was trained" not in card
     assert max(record["spectrum"]["after"]) > 0  # of what is written
     taskferry("report", out, "--out", tmp_path / "cold.html")
     assert "It helps on the samples" in (tmp_path / "cold.html").read_text()
@@ -356,6 +416,10 @@ def test_what_cannot_be_refined_is_refused_before_any_work(
         transfer(TransferSettings(**given, **how, out=str(tmp_path / "own")), command="")
     dense = taskferry("transfer", *words(pair), *out, "--method", "few-shot", "--dry-run", code=2)
     assert "write it with --as-model" in dense.err
+    full = folders.shifted(pair["source_base"], tmp_path / "full")
+    energy = taskferry("transfer", *words({**pair, "source_tuned": full}), *out, "--method", "cold", "--refine", 3,
+                       "--as-lora", "--energy", 0.9, "--dry-run", code=2)  # fmt: skip
+    assert "has no energy: give a rank" in " ".join(energy.err.split())
     lora = tmp_path / "more"
     shutil.copytree(pair["source_tuned"], lora)
     tensors = load_file(lora / "adapter_model.safetensors")

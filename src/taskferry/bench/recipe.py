@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from taskferry.bench.rows import rows
 from taskferry.choices import ObjectiveName, Sampler
 from taskferry.errors import TaskferryError
-from taskferry.settings import Settings, load_settings, read_yaml
+from taskferry.settings import Settings, Templates, load_settings, read_yaml
 from taskferry.training.finetuning import FineTuning
 
 SHARED = "shared"  # the folder of pieces that several recipes name
@@ -52,7 +52,7 @@ class TaskSpec(Given):
     config: str | None = Field(None, description="the hub's name of a part of it")
     test: str = Field("test", description="the part to score on")
     columns: dict[str, str] = Field({}, description="its columns that are text, text_pair, image or label")
-    templates: list[str] = Field(["a photo of a {}."], description="prompts of a zero-shot head")
+    templates: Templates = Field(["a photo of a {}."], description="prompts of a zero-shot head")
     classes: int = Field(10, description="how many, for the plan and stand-ins")
     max_length: int = Field(128, description="longest text in tokens")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,17 @@ def compress(
     return TaskVector(deltas, coverage), errors, lost
 
 
+def fresh(weight: Tensor, rank: int, generator: torch.Generator) -> LowRank:
+    """No change, with B = 0 and A uniform, as PEFT starts a LoRA."""
+    *experts, out, into = weight.shape
+    A = (2 * torch.rand(*experts, rank, into, generator=generator) - 1) / math.sqrt(into)
+    return LowRank(torch.zeros(*experts, out, rank), A.to(torch.float32))
+
+
 def _cut(delta: Tensor, rank: int | None, energy: float | None) -> tuple[LowRank, float]:
+    if not delta.any():  # of a start of training: with both factors at zero nothing would learn
+        empty = fresh(delta, min(rank or 1, *delta.shape[-2:]), torch.Generator().manual_seed(0))
+        return empty, 0.0
     U, sigma, Vh = torch.linalg.svd(delta, full_matrices=False)
     power = sigma.double().square()
     total = float(power.sum())
@@ -45,5 +57,5 @@ def _cut(delta: Tensor, rank: int | None, energy: float | None) -> tuple[LowRank
         rank = int((share < (energy or 1.0) - 1e-12).sum(-1).max()) + 1  # of experts the largest that one needs
     kept = min(rank, sigma.shape[-1])
     root = sigma[..., :kept].sqrt()
-    error = (max(0.0, float(power[..., kept:].sum())) / total) ** 0.5 if total else 0.0
+    error = (max(0.0, float(power[..., kept:].sum())) / total) ** 0.5
     return LowRank(U[..., :kept] * root[..., None, :], root[..., None] * Vh[..., :kept, :]), error

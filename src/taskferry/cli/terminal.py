@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+
+from taskferry.disk.records import as_json
 
 
 def plain(text: object) -> str:
@@ -25,8 +25,7 @@ def warn(console: Console, lines: Iterable[str]) -> None:
 
 def print_json(data: Any) -> None:
     """Plain JSON on standard output."""
-    json.dump(data, sys.stdout, indent=1, default=str)
-    print()
+    print(as_json(data))
 
 
 @contextmanager

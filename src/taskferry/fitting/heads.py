@@ -4,7 +4,8 @@
     >>> own_head(loaded, samples).logits(loaded.model, batches)      # columns in the order of samples.classes
 
 Class names are what data and heads have in common: where both have them, they and not the numbers decide. A head
-without names (LABEL_0, LABEL_1 …) is taken to count as the data does.
+without names (LABEL_0, LABEL_1 …) is taken to count as the data does: names that the data has not numbered are sorted,
+as the libraries do that train on folders and on strings.
 """
 
 from __future__ import annotations
@@ -65,6 +66,14 @@ def _own_heads(samples: Samples, source: Loaded, target: Loaded) -> tuple[Head, 
             f"the classes of {samples.source} are known by number, and {source.given} counts {_listed(A.names)}, "
             f"{target.given} {_listed(B.names)}: call them as both heads do"
         )
+    by_name = samples.sorted and any(counted(name) is None for name in samples.classes)
+    for head, model, other in ((A, source, target), (B, target, source)):
+        if by_name and head.order and head.names and not (A.names and B.names):
+            raise TaskferryError(
+                f"{other.given} does not name its classes, and {model.given} counts "
+                f"{_listed(class_names(model.model))}, which is not how {samples.source} sorts them: say which row is "
+                "which class (id2label in its config.json), or give the samples numbers as labels"
+            )
     return A, B
 
 
@@ -97,7 +106,7 @@ def own_head(loaded: Loaded, samples: Samples, rest: Sequence[str] = ()) -> Head
         )
     names = class_names(loaded.model)
     order = order_of(names, class_count(loaded.model), samples, loaded.given, rest)
-    return Head(order, tuple(_plain(names[i]) for i in order or range(len(names))))
+    return Head(order, tuple(_plain(names[i]) for i in order or range(len(names))) if names else ())
 
 
 def order_of(

@@ -24,7 +24,8 @@ def _method(record: Mapping[str, Any]) -> str:
     )
     where = "" if share == 1.0 else " towards the tuned source,"
     trained = f"then trained for {refined['kept']} steps{where} {taught}"
-    return f"{name}; {known.shown.card.removeprefix('nothing was trained: ')}; {trained}"
+    moved = known.shown.card.removeprefix("nothing was trained").removeprefix(": ")
+    return "; ".join(filter(None, (name, moved, trained)))
 
 
 def _on(base: object) -> str:

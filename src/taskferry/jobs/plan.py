@@ -210,7 +210,7 @@ def _tokens(calibration: Calibration) -> int:
 
 
 def _training_memory(trial: _Trial, trained: _Trained | None) -> int:
-    """The graph of a step, and what learns six times: base, weights, gradient, two means of AdamW, the best so far."""
+    """The graph of a step, and what learns six times: base, weights, gradient, two means of AdamW, a copy at looks."""
     if trained is None:
         return 0
     return int(trial.graph[1] / trial.samples * trained.size + 6 * 4 * trained.numbers)

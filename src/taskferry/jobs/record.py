@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from taskferry.coverage import Coverage
+from taskferry.disk.records import as_json
 from taskferry.display.tables import ROWS, panel
 from taskferry.jobs.card import write_card
 from taskferry.jobs.cost import Plan
@@ -91,8 +91,7 @@ def make_record(
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """taskferry.json."""
-    text = json.dumps(record, indent=1, default=str)
-    (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+    (folder / RECORD).write_text(as_json(record) + "\n", encoding="utf-8")
 
 
 def finish(folder: Path, record: Mapping[str, Any], settings: Settings, *, adapter: bool) -> None:

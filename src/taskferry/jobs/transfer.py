@@ -167,6 +167,10 @@ def _check_training(settings: TransferSettings, models: Opened, kind: str) -> No
     cut = settings.rank is not None or settings.energy is not None
     if find(settings.method).needs.dense and kind == "lora" and not cut:
         raise TaskferryError(f"the method {settings.method} makes a dense change of a LoRA: write it with --as-model")
+    if settings.energy is not None and not find(settings.method).needs.change:
+        raise TaskferryError(
+            f"the method {settings.method} moves nothing, which has no energy: give a rank (--rank 16)"
+        )
     refinement = settings.refinement
     if refinement is None:
         return
@@ -212,9 +216,10 @@ def scaled(
     curve, best = moved.curve, moved.curve.best
     if final is moved.tau or not curve.helps:
         return curve, 1.0
-    before, after = (job.mean(folds) for folds in job.pair.losses(judged, [0.0, 1.0]))  # of what the cut has left
-    points = {**dict(curve.points), 0.0: before, best: after}
-    return replace(curve, points=tuple(sorted(points.items())), best=best if after < before else 0.0), 1.0
+    found = job.pair.losses(job.in_shares(judged), [0.0, 1.0])  # of what the cut has left
+    before, after = map(job.mean, found)
+    folds = tuple(zip(*found, strict=True)) if curve.folds else ()
+    return ScaleCurve(((0.0, before), (best, after)), best if after < before else 0.0, folds), 1.0
 
 
 def at_half(job: Job, judged: Sequence[TaskVector], curve: ScaleCurve) -> ScaleCurve:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
 import torch
 
+from taskferry.checkpoints.lowrank import fresh
 from taskferry.coverage import Coverage
 from taskferry.fitting.scale import ScaleCurve
 from taskferry.methods import Job, Moved, Needs, Shown, method
@@ -27,17 +27,10 @@ def cold(job: Job, *, seed: Annotated[int, "of the first factors of a new LoRA"]
                 continue
             value, delta = parameters[theirs].detach(), changed[mine]
             if isinstance(delta, LowRank):
-                deltas[theirs] = _new(value, delta.rank, pair.target.transposed, generator)
+                new = fresh(value.mT if pair.target.transposed else value, delta.rank, generator)
+                deltas[theirs] = new.T if pair.target.transposed else new
             else:
                 deltas[theirs] = torch.zeros_like(value)
     coverage = Coverage.of(parameters, deltas, "nothing moves")
     untouched = job.losses([TaskVector({})], [0.0])[0]
     return Moved(TaskVector(deltas, coverage), curve=ScaleCurve(((0.0, untouched),), 0.0))
-
-
-def _new(weight: torch.Tensor, rank: int, transposed: bool, generator: torch.Generator) -> LowRank:
-    """B = 0 and A uniform, as PEFT starts a LoRA."""
-    *experts, out, into = weight.shape if not transposed else weight.mT.shape
-    A = (2 * torch.rand(*experts, rank, into, generator=generator) - 1) / math.sqrt(into)
-    change = LowRank(torch.zeros(*experts, out, rank), A.to(torch.float32))
-    return change.T if transposed else change

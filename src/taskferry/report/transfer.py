@@ -71,9 +71,13 @@ def short(given: object) -> str:
     return (path.stem if path.suffix in (".safetensors", ".pt", ".bin") else path.name) or str(given)
 
 
-def number(value: float, digits: int = 4) -> Number:
-    """With so many significant digits."""
-    return Number(float(value), f"{float(value):.{digits}g}")
+def number(value: float | None, digits: int = 4) -> Number:
+    """With so many significant digits; None is no number."""
+    return Number(_float(value), f"{_float(value):.{digits}g}")
+
+
+def _float(value: float | None) -> float:
+    return math.nan if value is None else float(value)
 
 
 def _tiles(record: Record) -> list[tuple[str, Cell, str]]:
@@ -194,7 +198,7 @@ def _maps(sites: Sequence[Record]) -> list[Section]:
 
 def _curves(record: Record) -> list[Section]:
     found: list[Part] = []
-    points = [(float(s), float(v)) for s, v in record.get("scale_curve", []) if math.isfinite(v)]
+    points = [(float(s), float(v)) for s, v in record.get("scale_curve", []) if math.isfinite(_float(v))]
     if len(points) > 2:
         unit = str(record["verdict"].get("loss_unit", "per sample"))
         found.append(_scale_figure(points, float(record["verdict"]["scale"]), unit))
@@ -225,7 +229,7 @@ def _scale_figure(points: Sequence[tuple[float, float]], chosen: float, unit: st
 
 
 def _refinement_figure(refined: Record) -> Figure:
-    evaluations = [(int(step), float(loss)) for step, loss in refined["evaluations"]]
+    evaluations = [(int(step), _float(loss)) for step, loss in refined["evaluations"]]
     steps, losses = [step for step, _ in evaluations], [loss for _, loss in evaluations]
     curve = figures.Line("samples kept aside", steps, losses, marked=steps.index(int(refined["kept"])))
     draw = partial(

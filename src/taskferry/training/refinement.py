@@ -5,8 +5,8 @@
 
 No labels: the teacher is the tuned source. A part of the samples is kept aside; where the last step is no better there
 than the start, nothing changes. No step between is chosen: twenty samples cannot tell which is best, and the rate falls
-to nothing at the end. What was moved has seen the samples that it was fitted on, so that its own loss is that of the
-changes which maps of the other samples made.
+to nothing at the end. What was moved has seen the samples that it was fitted on: so they judge the changes that maps of
+the other samples made, at the start alone and later with what was learned.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from taskferry.errors import TaskferryError
 from taskferry.evaluation.pool import LazyBatches
 from taskferry.fitting.models import evaluating
 from taskferry.fitting.objectives import LanguageModel, Objective
-from taskferry.fitting.scale import calibration_loss, moved_by
+from taskferry.fitting.scale import calibration_loss
 from taskferry.settings import Settings
 from taskferry.taskvector import TaskVector, as_dense
 from taskferry.training.finetuning import Diverged, FineTuning, finetune
-from taskferry.training.lessons import VIEWS, Lesson, class_heads, lesson_of
-from taskferry.training.students import learning
+from taskferry.training.lessons import VIEWS, Lesson, Likeness, class_heads, kind_of, lesson_of
+from taskferry.training.students import exchange, exchanged, learning
 
 LOOKS = 10  # at the samples kept aside, about
 # Learning rates. That of factors is divided by the root of the width, because entries of wider weights are smaller;
@@ -108,7 +108,7 @@ class Refined:
         """For people."""
         before, after = self.evaluations[0][1], self.evaluations[-1][1]
         if self.broken:
-            return f"Refining was dropped: {self.broken}; give a smaller --refine-rate, or none."
+            return f"Refining was dropped: {self.broken}."
         share = self.settings.labels
         to = {0.0: "the tuned source", 1.0: "the labels"}.get(
             share, f"the tuned source and (by {share:.0%}) the labels"
@@ -164,26 +164,34 @@ def refine(
 
     `without`: what `start` would be without each fold of the samples, where its method has used them (`Moved.without`).
     """
-    if pair.calibration.samples < 2:
-        raise TaskferryError("refining needs two samples at least: one to learn from, one kept aside")
+    least = 2 if kind_of(pair.objectives, settings.labels) is Likeness else 1  # one sample alone is like itself
+    if pair.calibration.samples < 2 * least:
+        raise TaskferryError(f"refining needs {2 * least} samples at least: {least} to learn from, {least} kept aside")
     target, progress = pair.target, pair.work.progress
     with evaluating(target):
         views = settings.views_of(pair.calibration, pair.objectives)
         lesson = lesson_of(pair, tau, labels=settings.labels, views=views, seed=settings.seed)
         size = settings.size(pair.objectives)
-        parts = kept_aside(pair.calibration, len(without), settings)
+        parts = kept_aside(pair.calibration, len(without), settings, least)
         unseen = {sample for part in parts for sample in part}
         training = [i for i in range(len(lesson)) if not lesson.views.samples_in(i) & unseen]
+        if len(training) < least or not unseen:
+            raise TaskferryError(f"{pair.calibration.samples} samples are too few to refine on: give more")
         judged = [list(LazyBatches(lesson, part, size)) if part else [] for part in parts]
 
         def loss(part: Sequence[Batch]) -> float:
             return len(part) and sum(map(len, part)) * calibration_loss(target, lesson.loss, part)
 
-        untouched, before = sum(map(loss, judged)), 0.0
-        for part, change in zip(judged, without or (start,), strict=True):
-            with moved_by(target, change) as set_scale:
-                set_scale(1.0)
-                before += loss(part)
+        untouched = sum(map(loss, judged)) / len(unseen)
+        places = [exchange(target, start, change) for change in without] or [()]
+
+        def aside() -> float:
+            total = 0.0
+            for part, each in zip(judged, places, strict=True):
+                with exchanged(each if part else ()):
+                    total += loss(part)
+            return total / len(unseen)
+
         protocol = FineTuning(
             steps=settings.steps,
             batch=size,
@@ -194,8 +202,9 @@ def refine(
             every=settings.every,
             seed=settings.seed,
         )
-        evaluations, after, broken = [(0, before / len(unseen))], start, ""
+        after, broken = start, ""
         with learning(target, start) as result:
+            evaluations = [(0, aside())]
             try:
                 history = finetune(
                     target,
@@ -204,25 +213,29 @@ def refine(
                     protocol,
                     folder=folder,
                     anew=True,
-                    judge=lambda: sum(map(loss, judged)) / len(unseen),
+                    judge=aside,
                     dropout=False,
                     progress=None if progress is None else lambda done, steps, _: progress(STAGE, done, steps),
                 )
             except Diverged as error:
-                broken = str(error)
+                broken = f"{error}, by --refine-rate"
+                if not math.isfinite(evaluations[0][1]):
+                    broken = "the loss of what was moved is no number before the first step"
             else:
                 evaluations += history.judged
                 after = result() if evaluations[-1][1] < evaluations[0][1] else start
     kept = 0 if after is start else settings.steps
     kind = type(lesson).__name__.lower()
-    bare = untouched / len(unseen)
-    return Refined(after, tuple(evaluations), kept, settings, len(unseen), lesson.unit, kind, bare, broken)
+    return Refined(after, tuple(evaluations), kept, settings, len(unseen), lesson.unit, kind, untouched, broken)
 
 
-def kept_aside(calibration: Calibration, folds: int, settings: Refinement) -> list[list[int]]:
-    """Sample numbers that never train, by the fold that they lie in; of all samples where no change is without some."""
+def kept_aside(calibration: Calibration, folds: int, settings: Refinement, least: int = 1) -> list[list[int]]:
+    """Sample numbers that never train, by the fold that they lie in; of all samples where no change is without some.
+
+    A fold has `least` of them, or none.
+    """
     shuffled = torch.randperm(calibration.samples, generator=torch.Generator().manual_seed(settings.seed)).tolist()
-    count = max(1, round(settings.held_out * len(shuffled)))
+    count = max(least, round(settings.held_out * len(shuffled)))
     if not folds:
         return [shuffled[:count]]
     starts = itertools.accumulate(map(len, calibration.side(1)), initial=0)
@@ -230,8 +243,12 @@ def kept_aside(calibration: Calibration, folds: int, settings: Refinement) -> li
     numbers = {batch.number: range(start, start + len(batch)) for start, batch in placed}
     judging = enumerate(calibration.judging(folds))
     fold_of = {i: fold for fold, batches in judging for batch in batches for i in numbers[batch.number]}
-    aside = [sample for sample in shuffled if sample in fold_of][:count]
-    return [[sample for sample in aside if fold_of[sample] == fold] for fold in range(folds)]
+    usable = [sample for sample in shuffled if sample in fold_of]
+    parts = []
+    for fold in range(folds):
+        here, some = ([i for i in them if fold_of[i] == fold] for them in (usable, usable[:count]))
+        parts.append(here[: max(len(some), least)] if some and len(here) >= least else [])
+    return parts
 
 
 def usual_rate(start: TaskVector, steps: int) -> float:
