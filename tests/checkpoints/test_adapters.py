@@ -132,12 +132,16 @@ def moved(
                      code=code, **environment)  # fmt: skip
 
 
-def test_the_hub_id_of_an_adapter(world: Path, tmp_path: Path) -> None:
-    """Out of a cache as huggingface_hub lays it out: snapshots of links to blobs, and names of revisions."""
-    other = folders.lora(world / "head", tmp_path / "other", ["query"], seed=3, task_type="SEQ_CLS")
-    cached(tmp_path / "hub", "me/my-lora", {"main": world / "lora", "v2": other})
-    hub = {"HF_HUB_CACHE": str(tmp_path / "hub")}
-    found = {}
+@pytest.fixture(scope="module")
+def hub(world: Path) -> dict[str, str]:
+    """A cache as huggingface_hub lays it out: snapshots of links to blobs, and names of revisions."""
+    other = folders.lora(world / "head", world / "other", ["query"], seed=3, task_type="SEQ_CLS")
+    cached(world / "hub", "me/my-lora", {"main": world / "lora", "v2": other})
+    return {"HF_HUB_CACHE": str(world / "hub")}
+
+
+def test_the_hub_id_of_an_adapter(world: Path, hub: dict[str, str], tmp_path: Path) -> None:
+    other, found = world / "other", {}
     for name, given in (("v2", "me/my-lora@v2"), ("folder", other)):
         moved(world, given, tmp_path / name, **(hub if name == "v2" else {}))
         found[name] = load_file(tmp_path / name / "adapter_model.safetensors")
@@ -145,17 +149,17 @@ def test_the_hub_id_of_an_adapter(world: Path, tmp_path: Path) -> None:
         assert record["settings"]["source_tuned"] == str(given)
         assert "adapter_model.safetensors" in record["inputs"]["source_tuned"]
     assert all(torch.equal(found["v2"][key], value) for key, value in found["folder"].items())
-    other, main = (load_file(folder / "adapter_model.safetensors") for folder in (other, world / "lora"))
-    assert not all(torch.equal(main[key], value) for key, value in other.items())  # the revision counts
+    second, main = (load_file(folder / "adapter_model.safetensors") for folder in (other, world / "lora"))
+    assert not all(torch.equal(main[key], value) for key, value in second.items())  # the revision counts
     ran = taskferry("inspect", "me/my-lora", **hub)
     assert "LORA adapter of rank 4" in ran.out
     ran = moved(world, "me/nothing", tmp_path / "none", code=2, **hub)
     assert "me/nothing is neither a folder nor a model that the hub gives" in ran.err
 
 
-def test_the_hub_id_of_an_adapter_through_saved_maps_and_block_by_block(world: Path, tmp_path: Path) -> None:
-    cached(tmp_path / "hub", "me/my-lora", {"main": world / "lora"})
-    hub = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+def test_the_hub_id_of_an_adapter_through_saved_maps_and_block_by_block(
+    world: Path, hub: dict[str, str], tmp_path: Path
+) -> None:
     taskferry("fit", "--source-base", world / "bert", "--target-base", world / "wide", "--calibration",
               world / "texts.jsonl", "--method", "bico", "--out", tmp_path / "maps")  # fmt: skip
     for given, out in (("me/my-lora", "hub-applied"), (world / "lora", "applied")):

@@ -138,7 +138,7 @@ def test_maps_of_generated_samples(world: Path, tmp_path: Path) -> None:
 
 def test_maps_along_a_reference_take_half_of_the_scale_too(world: Path, tmp_path: Path) -> None:
     out, again = tmp_path / "maps.alignment", tmp_path / "again.alignment"
-    method = ["--method", "twofold", "--effort", "fast"]
+    method = ["--method", "twofold", "--effort", "fast", "--samples", 32]
     taskferry("fit", *words(world, "--calibration", "generate", "--out", out, *method))
     taskferry("fit", *words(world, "--calibration", f"{out}.calibration.jsonl", "--out", again, *method))
     half, whole = Alignment.load(out), Alignment.load(again)

@@ -119,11 +119,8 @@ def lora_as_dense(folder: Path, alignment: Alignment) -> TaskVector:
     return TaskVector(deltas)
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [pytest.param("minilm", "gte", marks=pytest.mark.every), ("gte", "minilm")],
-    ids=["deeper", "shallower"],
-)
+@pytest.mark.every
+@pytest.mark.parametrize(("source", "target"), [("minilm", "gte"), ("gte", "minilm")], ids=["deeper", "shallower"])
 def test_a_full_fine_tune_moves_and_loads_with_transformers(
     shared: Path, tuned: dict[str, Path], options: list[object], tmp_path: Path, source: str, target: str
 ) -> None:

@@ -21,7 +21,7 @@ peft = pytest.importorskip("peft")
 pytest.importorskip("datasets")
 pytest.importorskip("torchvision")
 
-FAMILIES = ("llava", "gemma3", "qwen2-vl", pytest.param("mistral3", marks=pytest.mark.every))
+FAMILIES = ("llava", "qwen2-vl", *(pytest.param(name, marks=pytest.mark.every) for name in ("gemma3", "mistral3")))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

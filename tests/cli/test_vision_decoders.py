@@ -32,7 +32,13 @@ OLDER = {  # what text blocks are called now, and before transformers 4.52
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+OFTEN = ("gemma3", "qwen2-vl")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in OFTEN else pytest.mark.every) for name in FAMILIES],
+)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp(request.param)
     for name, width, depth, seed in (("a", 16, 2, 1), ("b", 32, 3, 2)):

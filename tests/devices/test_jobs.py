@@ -76,7 +76,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         ("language", {"engine": "blockwise", "method": "bico"}),
         pytest.param("language", {"engine": "blockwise"}, marks=pytest.mark.every),
         pytest.param("language", {"refine": 2, "scale": 1.0}, marks=pytest.mark.every),
-        ("texts", {}),
+        pytest.param("texts", {}, marks=pytest.mark.every),
         pytest.param("texts", {"engine": "blockwise", "method": "bico"}, marks=pytest.mark.every),
         pytest.param("texts", {"as_lora": True, "rank": 2, "refine": 2, "scale": 1.0}, marks=pytest.mark.every),
     ],

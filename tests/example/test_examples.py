@@ -81,6 +81,7 @@ def test_adapters_for_a_server(demo: Path) -> None:
     assert "foreign has modules" in script("serve.py", "served", cwd=demo, code=1).stderr
 
 
+@pytest.mark.every
 def test_a_trajectory(demo: Path) -> None:
     pytest.importorskip("accelerate")
     told = script("trajectory.py", "base-a", "data.jsonl", "--steps", 20, "--out", "run", cwd=demo).stdout

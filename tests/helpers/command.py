@@ -44,12 +44,12 @@ def ranks(count: int, *arguments: object, before: str = "", cwd: Path | None = N
 def taskferry(*arguments: object, code: int | None = 0, cwd: Path | None = None, **environment: str) -> Ran:
     """Run `taskferry …` and expect an exit code, or any (None): in a fork of a warm process, or in a new one.
 
-    A new one for a fleet: Ray does not start its workers from a fork; and for variables of the hub, which its library
-    reads when it is imported.
+    A new one for a fleet: Ray does not start its workers from a fork; and to push, by variables of one test.
+    Other variables of the hub make a warm process of their own: its library reads them when it is imported.
     """
     words = [str(word) for word in arguments]
     variables = {**_variables(), **environment}
-    new = words[:1] == ["fleet"] or any(name.startswith("HF_") for name in environment)
+    new = words[:1] in (["fleet"], ["push"])
     ran = _new(words, cwd, variables) if new else _warm(words, cwd, [variables])
     assert code in (None, ran.code), f"taskferry {' '.join(words)}\n{ran.out}\n{ran.err}"
     return ran
@@ -66,7 +66,8 @@ def _new(words: list[str], cwd: Path | None, variables: dict[str, str]) -> Ran:
 
 
 def _warm(words: list[str], cwd: Path | None, processes: list[dict[str, str]], before: str = "") -> Ran:
-    server = _server(os.getpid())
+    hub = tuple(sorted((name, value) for name, value in processes[0].items() if name.startswith("HF_")))
+    server = _server(os.getpid(), hub)
     assert server.stdin is not None
     assert server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -79,8 +80,9 @@ def _warm(words: list[str], cwd: Path | None, processes: list[dict[str, str]], b
 
 
 @cache
-def _server(process: int) -> subprocess.Popen[str]:
+def _server(process: int, hub: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
     server = subprocess.Popen([sys.executable, "-m", "tests.helpers.warm"], cwd=Path(__file__).parents[2], text=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_variables())  # fmt: skip
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              env={**_variables(), **dict(hub)})  # fmt: skip
     atexit.register(server.kill)
     return server

@@ -405,6 +405,7 @@ def test_folds_are_cut_by_sample_and_class() -> None:
     assert folds[16] != folds[17]
 
 
+@pytest.mark.every
 def test_the_steps_do_not_depend_on_the_micro_batches() -> None:
     chosen = set()
     for size in (2, 5, 12):
