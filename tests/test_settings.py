@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from taskferry import Calibration, TaskferryError, TaskVector, fit
+from taskferry.disk.records import as_json
 from taskferry.jobs.settings import TransferSettings
 from taskferry.methods import Job, methods, run
 from taskferry.settings import load_settings
@@ -74,6 +78,11 @@ def test_a_wrong_value_is_told_without_the_kinds_that_were_tried() -> None:
     assert "scale: Input should be a valid number" in said
     assert "constrained" not in said
     assert "literal" not in said
+
+
+def test_what_is_no_number_is_null() -> None:
+    data = {"a": [1, 2.5, math.nan, np.float32("inf"), np.int64(3), np.float32(0.5)], "b": (True, Path("x"), None)}
+    assert json.loads(as_json(data)) == {"a": [1, 2.5, None, None, 3, 0.5], "b": [True, "x", None]}
 
 
 @pytest.mark.parametrize("wrong", [[], ["a photo"], ["{} and {}"], ["{0}"], ["{name}"], ["a {"], ["{:d}"], ["{!r}"]])

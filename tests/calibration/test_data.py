@@ -237,6 +237,12 @@ def test_a_full_change_cut_to_a_lora() -> None:
         assert (empty.rank, errors["w"]) == (how.get("rank", 1), 0.0)
         assert not empty.left.any()
         assert empty.right.all()
+    experts = torch.stack([torch.randn(9, 7), torch.zeros(9, 7)])
+    for how in ({"rank": 3}, {"energy": 0.9}):
+        some = compress(TaskVector({"w": experts}), **how)[0].deltas["w"]
+        assert relative(some.dense()[0], experts[0]) < 0.9
+        assert not some.dense()[1].any()
+        assert some.right[1].all()
     one_less = compress(tau, rank=share.deltas["w"].rank - 1)[1]["w"] if share.deltas["w"].rank > 1 else 1.0
     assert one_less > 0.2**0.5
     for wrong in ({}, {"rank": 2, "energy": 0.5}, {"rank": 0}, {"energy": 1.5}):

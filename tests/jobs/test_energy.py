@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from taskferry import TaskVector
 from taskferry.checkpoints import load_model, load_tuned
+from taskferry.fitting.scale import ScaleCurve
+from taskferry.jobs.settings import TransferSettings
+from taskferry.jobs.transfer import scaled
+from taskferry.methods import run
 from tests.helpers import folders
 from tests.helpers.command import taskferry
-from tests.helpers.tiny import hf
+from tests.helpers.tiny import hf, job
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -139,3 +145,25 @@ def test_the_part_of_a_packed_matrix_that_has_no_place(tmp_path: Path, lora: boo
     assert record["coverage"]["unused"][f"model.layers.0.mlp.gate_up_proj.weight#0:{half}"]
     assert record["verdict"]["energy"]["stayed"]["mlp.gate_up_proj"] == pytest.approx(gate, rel=1e-3)
     assert any("most of it in mlp.gate_up_proj" in text for text in record["verdict"]["warnings"])
+
+
+def test_a_cut_is_judged_by_what_it_leaves() -> None:
+    """Losses of every part of the samples are of the cut change; where it harms there is no doubt, and no scale."""
+    given = job("llama").in_folds()
+    moved = run("bico", given)
+    moved = replace(moved, curve=ScaleCurve(((0.0, 5.0), (0.5, 4.0)), 0.5, ((5.0, 4.0), (5.0, 4.5))))
+    settings = TransferSettings(source_base="a", source_tuned="b", target_base="c", calibration="d", out=Path("e"))
+    untouched = given.pair.losses(given.in_shares([TaskVector({})] * 2), [0.0])[0]
+    helped = set()
+    for size in (1e-3, 3.0, -3.0, 100.0, -100.0):
+        left = [size * each for each in moved.without]
+        curve, scale = scaled(settings, given, moved, size * moved.tau, left)
+        losses = given.pair.losses(left, [1.0])[0]
+        assert scale == 1.0
+        helped.add(curve.helps)
+        assert curve.loss(0.5) == pytest.approx(given.mean(losses), rel=1e-6)
+        if curve.helps:
+            assert [pytest.approx(each, rel=1e-6) for each in curve.folds] == [*zip(untouched, losses, strict=True)]
+        else:
+            assert not curve.doubtful
+    assert helped == {True, False}

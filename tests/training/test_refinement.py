@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import shutil
@@ -195,6 +196,28 @@ def test_a_sample_alone_is_like_itself_whatever_was_learned() -> None:
     assert refined.evaluations[0][1] > 1e-9
 
 
+@pytest.mark.parametrize("count", [4, 5, 6])
+def test_some_samples_are_left_to_learn_from(count: int) -> None:
+    given = job("bert")
+    A, B = next(iter(given.calibration))
+    few = rebuilt(given, calibration=type(given.calibration)([(A.take(range(count)), B.take(range(count)))])).in_folds()
+    for seed in range(4):
+        parts = kept_aside(few.calibration, 2, Refinement(steps=1, seed=seed), 2)
+        assert sum(map(len, parts)) in range(2, count - 1)
+    start = run("bico", few)
+    assert refine(few.pair, few.tau, start.tau, Refinement(steps=1), without=start.without).samples >= 2
+
+
+def test_a_run_that_was_judged_otherwise_is_not_gone_on_with(tmp_path: Path) -> None:
+    given = job("llama").in_folds()
+    start = run("bico", given).tau
+    settings = Refinement(steps=4, learning_rate=1e-9)
+    refine(given.pair, given.tau, start, settings, folder=tmp_path)
+    without = [0.0 * start, 0.5 * start]
+    again = refine(given.pair, given.tau, start, settings, without=without, folder=tmp_path)
+    assert again.evaluations[-1][1] == pytest.approx(again.evaluations[0][1], rel=1e-5)
+
+
 def test_a_new_lora_in_place_of_a_full_fine_tune_learns() -> None:
     given = job("llama", (16, 2), (24, 3))
     cold = run("cold", given).tau
@@ -203,6 +226,8 @@ def test_a_new_lora_in_place_of_a_full_fine_tune_learns() -> None:
     assert start.norm() == 0
     refined = refine(given.pair, given.tau, start, Refinement(steps=12, learning_rate=2e-3))
     assert refined.kept == 12
+    rights = [delta.right for delta in start.deltas.values() if isinstance(delta, LowRank)]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(rights, 2) if a.shape == b.shape)
     assert all(delta.rank == 2 and delta.dense().any() for delta in refined.tau.deltas.values())
 
 

@@ -8,7 +8,6 @@ Each row's head is made from its own model's features of the calibration samples
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from taskferry.bench.rows import Mover, rows
 from taskferry.calibration.batch import Batch
 from taskferry.calibration.data import held_out, load_samples
 from taskferry.checkpoints import Loaded, load_model, load_tuned
+from taskferry.disk.records import as_json
 from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.scoring import evaluate
@@ -54,7 +54,7 @@ class Comparison:
     def write(self, out: Path) -> None:
         """JSON and Markdown beside each other."""
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.with_suffix(".json").write_text(json.dumps(vars(self), indent=1, default=str) + "\n", encoding="utf-8")
+        out.with_suffix(".json").write_text(as_json(vars(self)) + "\n", encoding="utf-8")
         out.with_suffix(".md").write_text(self.markdown() + "\n", encoding="utf-8")
 
 

@@ -27,35 +27,36 @@ def compress(
     deltas: dict[str, Delta] = {}
     errors: dict[str, float] = {}
     lost: dict[str, str] = {}
+    generator = torch.Generator().manual_seed(0)
     for name, delta in tau.deltas.items():
         if isinstance(delta, LowRank):
             deltas[name] = delta
         elif delta.ndim not in (2, 3):  # 3: experts stacked in one parameter
             lost[name] = "a LoRA holds matrices only"
         else:
-            deltas[name], errors[name] = _cut(delta, rank, energy)
+            deltas[name], errors[name] = _cut(delta, rank, energy, generator)
     coverage = None if tau.coverage is None else tau.coverage.without(lost)
     return TaskVector(deltas, coverage), errors, lost
 
 
 def fresh(weight: Tensor, rank: int, generator: torch.Generator) -> LowRank:
-    """No change, with B = 0 and A uniform, as PEFT starts a LoRA."""
+    """No change, with one factor zero and the other uniform, as PEFT starts a LoRA."""
     *experts, out, into = weight.shape
     A = (2 * torch.rand(*experts, rank, into, generator=generator) - 1) / math.sqrt(into)
     return LowRank(torch.zeros(*experts, out, rank), A.to(torch.float32))
 
 
-def _cut(delta: Tensor, rank: int | None, energy: float | None) -> tuple[LowRank, float]:
-    if not delta.any():  # of a start of training: with both factors at zero nothing would learn
-        empty = fresh(delta, min(rank or 1, *delta.shape[-2:]), torch.Generator().manual_seed(0))
-        return empty, 0.0
+def _cut(delta: Tensor, rank: int | None, energy: float | None, generator: torch.Generator) -> tuple[LowRank, float]:
     U, sigma, Vh = torch.linalg.svd(delta, full_matrices=False)
     power = sigma.double().square()
     total = float(power.sum())
     if rank is None:
-        share = power.cumsum(-1) / power.sum(-1, keepdim=True).clamp_min(1e-300)
+        share = torch.where(power.sum(-1, keepdim=True) > 0, power.cumsum(-1) / power.sum(-1, keepdim=True), 1.0)
         rank = int((share < (energy or 1.0) - 1e-12).sum(-1).max()) + 1  # of experts the largest that one needs
     kept = min(rank, sigma.shape[-1])
     root = sigma[..., :kept].sqrt()
-    error = (max(0.0, float(power[..., kept:].sum())) / total) ** 0.5
-    return LowRank(U[..., :kept] * root[..., None, :], root[..., None] * Vh[..., :kept, :]), error
+    error = (max(0.0, float(power[..., kept:].sum())) / total) ** 0.5 if total else 0.0
+    right = root[..., None] * Vh[..., :kept, :]
+    still = power.sum(-1)[..., None, None] == 0  # where nothing changes: with both factors at zero nothing would learn
+    right = torch.where(still, fresh(delta, kept, generator).right.to(right), right)
+    return LowRank(U[..., :kept] * root[..., None, :], right), error

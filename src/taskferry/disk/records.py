@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -14,8 +15,12 @@ def as_json(data: Any) -> str:
 
 
 def _finite(data: Any) -> Any:
-    if isinstance(data, float):
-        return data if math.isfinite(data) else None
+    if isinstance(data, bool):
+        return data
+    if isinstance(data, Integral):
+        return int(data)
+    if isinstance(data, Real):  # of numpy as well
+        return float(data) if math.isfinite(data) else None
     if isinstance(data, Mapping):
         return {key: _finite(value) for key, value in data.items()}
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):

@@ -133,7 +133,7 @@ def moved_by(model: nn.Module, tau: TaskVector) -> Iterator[Callable[[float], No
     Memory: one copy of the parameters that move, of half the size where they were stored in half precision.
     """
     moving = [
-        (parameter, _copy(parameter.detach()), to_device(d, parameter.device) if isinstance(d, LowRank) else d)
+        (parameter, compact_copy(parameter.detach()), to_device(d, parameter.device) if isinstance(d, LowRank) else d)
         for _, parameter, d in tau.on(model)
     ]
 
@@ -155,7 +155,7 @@ def moved_by(model: nn.Module, tau: TaskVector) -> Iterator[Callable[[float], No
                 parameter.copy_(copied)
 
 
-def _copy(weights: Tensor) -> Tensor:
+def compact_copy(weights: Tensor) -> Tensor:
     """Weights that were read from a file in half precision are the same in it, and half as large."""
     for precision in (torch.bfloat16, torch.float16):
         half = weights.to(precision, copy=True)
@@ -167,7 +167,7 @@ def _copy(weights: Tensor) -> Tensor:
 def copied_bytes(weights: Tensor) -> int:
     """Of the copy that trying a scale takes, from a look at some of its numbers."""
     some = weights.detach().flatten()[:: max(1, weights.numel() // 4096)]
-    return weights.numel() * _copy(some).element_size()
+    return weights.numel() * compact_copy(some).element_size()
 
 
 def losses_at(

@@ -177,7 +177,7 @@ def plan_whole(pair: WholePair, pairs: list[Pair], cost: Cost, trained: _Trained
     working = max(
         _working_memory(trial, maps, stays) + max(kept, sum(copies) if cost.rough else 0),
         copies[1] + max(kept, stays if cost.rough else 0) if cost.evaluations else 0,
-        _training_memory(trial, trained),
+        _training_memory(trial, trained, copies[1]),
     )
     away = any(device_of(model).type != "cpu" for model in (source, target))
     return Plan(
@@ -209,11 +209,12 @@ def _tokens(calibration: Calibration) -> int:
     return sum(int(mask.sum()) for mask in masks if mask is not None)
 
 
-def _training_memory(trial: _Trial, trained: _Trained | None) -> int:
-    """The graph of a step, and what learns six times: base, weights, gradient, two means of AdamW, a copy at looks."""
+def _training_memory(trial: _Trial, trained: _Trained | None, copied: int) -> int:
+    """What learns five times (base, weights, gradient, two means of AdamW), and a step's graph or a look's copies."""
     if trained is None:
         return 0
-    return int(trial.graph[1] / trial.samples * trained.size + 6 * 4 * trained.numbers)
+    look = max(copied, 4 * trained.numbers)  # of the weights that a LoRA is added to, or of those that learn
+    return int(max(trial.graph[1] / trial.samples * trained.size, look) + 5 * 4 * trained.numbers)
 
 
 def _trial(

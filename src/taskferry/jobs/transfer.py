@@ -32,7 +32,7 @@ from taskferry.methods import Job, Moved, find
 from taskferry.methods.registry import without_move
 from taskferry.taskvector import LazyDeltas, TaskVector
 from taskferry.training.lessons import Likeness, kind_of
-from taskferry.training.refinement import STAGE, refine
+from taskferry.training.refinement import STAGE, least_of, refine
 
 REAL = 100_000_000  # parameters of the smallest language models that this was measured on (docs/results.md)
 ENGINES = {"whole": "both models in memory", "blockwise": "one block at a time", "ranks": "several processes"}
@@ -175,6 +175,7 @@ def _check_training(settings: TransferSettings, models: Opened, kind: str) -> No
     if refinement is None:
         return
     lesson = kind_of(models.pair.objectives, refinement.labels)
+    least_of(models.pair, refinement)
     if refinement.labels and (models.prepared.taught or models.drawn is not None):
         raise TaskferryError(
             f"--refine-labels: the labels here are the tuned source's own ({models.prepared.labels}): give data with "
@@ -218,8 +219,10 @@ def scaled(
         return curve, 1.0
     found = job.pair.losses(job.in_shares(judged), [0.0, 1.0])  # of what the cut has left
     before, after = map(job.mean, found)
-    folds = tuple(zip(*found, strict=True)) if curve.folds else ()
-    return ScaleCurve(((0.0, before), (best, after)), best if after < before else 0.0, folds), 1.0
+    points = (0.0, before), (best, after)
+    if not after < before:
+        return ScaleCurve(points, 0.0), 1.0
+    return ScaleCurve(points, best, tuple(zip(*found, strict=True)) if curve.folds else ()), 1.0
 
 
 def at_half(job: Job, judged: Sequence[TaskVector], curve: ScaleCurve) -> ScaleCurve:
@@ -232,7 +235,7 @@ def at_half(job: Job, judged: Sequence[TaskVector], curve: ScaleCurve) -> ScaleC
     half, after = HALF * curve.best, job.mean(losses)
     folds = zip((before for before, _ in curve.folds), losses, strict=True) if curve.folds else ()
     points = tuple(sorted({**dict(curve.points), half: after}.items()))
-    return ScaleCurve(points, half if after < curve.loss(0.0) else 0.0, tuple(folds))
+    return ScaleCurve(points, half, tuple(folds)) if after < curve.loss(0.0) else ScaleCurve(points, 0.0)
 
 
 def _made_from_samples(models: Opened) -> bool:

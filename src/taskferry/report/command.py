@@ -10,6 +10,7 @@ from typing import Any
 from taskferry.analysis.study import KIND
 from taskferry.bench.tables import collect, refusals, to_json
 from taskferry.disk.files import write_text
+from taskferry.disk.records import as_json
 from taskferry.disk.staging import staged_folder
 from taskferry.errors import TaskferryError
 from taskferry.report.analysis import all_figures, analysis_report
@@ -95,6 +96,6 @@ def write_analysis(out: Path, study: Mapping[str, Any]) -> None:
     """analysis.json and every figure as a file of its own, in a folder that appears whole or not at all."""
     drawn = {name: alone(figure.draw()) for name, figure in all_figures(study).items()}
     with staged_folder(out) as folder:
-        (folder / "analysis.json").write_text(json.dumps(study, indent=1) + "\n", encoding="utf-8")
+        (folder / "analysis.json").write_text(as_json(study) + "\n", encoding="utf-8")
         for name, svg in drawn.items():
             (folder / f"{name}.svg").write_text(svg, encoding="utf-8")

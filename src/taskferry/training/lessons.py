@@ -45,6 +45,7 @@ class Lesson(Objective):
     def __init__(self, views: Views) -> None:
         self.views = views
         self.samples = views.samples  # behind them: augmented views of sample i mod samples
+        self.begins: Tensor | None = None  # the loss of what learns them, where a run is judged by it
 
     def __len__(self) -> int:
         return len(self.views)

@@ -164,9 +164,7 @@ def refine(
 
     `without`: what `start` would be without each fold of the samples, where its method has used them (`Moved.without`).
     """
-    least = 2 if kind_of(pair.objectives, settings.labels) is Likeness else 1  # one sample alone is like itself
-    if pair.calibration.samples < 2 * least:
-        raise TaskferryError(f"refining needs {2 * least} samples at least: {least} to learn from, {least} kept aside")
+    least = least_of(pair, settings)
     target, progress = pair.target, pair.work.progress
     with evaluating(target):
         views = settings.views_of(pair.calibration, pair.objectives)
@@ -175,8 +173,6 @@ def refine(
         parts = kept_aside(pair.calibration, len(without), settings, least)
         unseen = {sample for part in parts for sample in part}
         training = [i for i in range(len(lesson)) if not lesson.views.samples_in(i) & unseen]
-        if len(training) < least or not unseen:
-            raise TaskferryError(f"{pair.calibration.samples} samples are too few to refine on: give more")
         judged = [list(LazyBatches(lesson, part, size)) if part else [] for part in parts]
 
         def loss(part: Sequence[Batch]) -> float:
@@ -205,6 +201,7 @@ def refine(
         after, broken = start, ""
         with learning(target, start) as result:
             evaluations = [(0, aside())]
+            lesson.begins = torch.tensor(evaluations[0][1])  # what a run was judged by is part of it: see `describe`
             try:
                 history = finetune(
                     target,
@@ -229,6 +226,14 @@ def refine(
     return Refined(after, tuple(evaluations), kept, settings, len(unseen), lesson.unit, kind, untouched, broken)
 
 
+def least_of(pair: ModelPair, settings: Refinement) -> int:
+    """Samples that say something together: of one encoder's features two, because one alone is always like itself."""
+    least = 2 if kind_of(pair.objectives, settings.labels) is Likeness else 1
+    if pair.calibration.samples < 2 * least:
+        raise TaskferryError(f"refining needs {2 * least} samples at least: {least} to learn from, {least} kept aside")
+    return least
+
+
 def kept_aside(calibration: Calibration, folds: int, settings: Refinement, least: int = 1) -> list[list[int]]:
     """Sample numbers that never train, by the fold that they lie in; of all samples where no change is without some.
 
@@ -248,6 +253,8 @@ def kept_aside(calibration: Calibration, folds: int, settings: Refinement, least
     for fold in range(folds):
         here, some = ([i for i in them if fold_of[i] == fold] for them in (usable, usable[:count]))
         parts.append(here[: max(len(some), least)] if some and len(here) >= least else [])
+    while sum(map(bool, parts)) > 1 and calibration.samples - sum(map(len, parts)) < least:
+        parts[parts.index(min(filter(None, parts), key=len))] = []
     return parts
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from taskferry.checkpoints import Skeleton, write_adapter
 from taskferry.checkpoints.conversion import peft_for
 from taskferry.checkpoints.expert_adapters import unstacked, wrapped
+from taskferry.fitting.scale import compact_copy
 from taskferry.taskvector import Delta, LowRank, TaskVector, as_dense
 
 Result = Callable[[], TaskVector]
@@ -38,9 +39,9 @@ def exchange(target: nn.Module, held: TaskVector, other: TaskVector) -> Exchange
 def exchanged(places: Exchange) -> Iterator[None]:
     """Inside, every parameter has one change in place of the other, and keeps what it learned since. After, as before.
 
-    Memory: one copy of these parameters.
+    Memory: one copy of these parameters; half of one where they were read in half precision and have not learned.
     """
-    copies = [(parameter, parameter.detach().clone()) for parameter, *_ in places]
+    copies = [(parameter, compact_copy(parameter.detach())) for parameter, *_ in places]
     try:
         with torch.no_grad():
             for parameter, held, other in places:
