@@ -87,7 +87,7 @@ def test_what_is_no_number_is_null() -> None:
 
 @pytest.mark.parametrize("wrong", [[], ["a photo"], ["{} and {}"], ["{0}"], ["{name}"], ["a {"], ["{:d}"], ["{!r}"]])
 def test_a_template_has_one_place_for_the_class(wrong: list[str]) -> None:
-    with pytest.raises(TaskferryError, match="templates"):
+    with pytest.raises(TaskferryError, match="settings: --templates: "):
         load_settings(TransferSettings, None, {**GIVEN, "templates": wrong})
     found = load_settings(TransferSettings, None, {**GIVEN, "templates": ["{{a}} {}", "{}"]})
     assert found.templates == ["{{a}} {}", "{}"]

@@ -373,6 +373,8 @@ def _all_errors(cls: type[Settings], error: ValidationError, file: Path | None) 
     lines = []
     for item in error.errors():
         *place, name = _place(item["loc"])
+        if len(place) == 1 and name.isdigit() and item["type"] == "value_error":  # one of several words
+            name = place.pop()
         inside = f"{'.'.join(place)}: " if place else ""
         if item["type"] == "missing":
             lines.append(f"{inside}{name} is missing" if inside else f"--{name.replace('_', '-')} is missing")
@@ -380,7 +382,8 @@ def _all_errors(cls: type[Settings], error: ValidationError, file: Path | None) 
             close = difflib.get_close_matches(name, _fields_at(cls, place), 1)
             lines.append(f"{inside}unknown setting '{name}'" + (f", did you mean {close[0]}?" if close else ""))
         else:
-            lines.append(f"{inside}{name}: {item['msg'].removeprefix('Value error, ')}".removeprefix(": "))
+            option = f"--{name.replace('_', '-')}" if name and not place and file is None else name
+            lines.append(f"{inside}{option}: {item['msg'].removeprefix('Value error, ')}".removeprefix(": "))
     where = f" in {file}" if file else ""
     more = f"; `taskferry {cls.command} --help` lists all" if cls.command else ""
     sentence = f"settings{where}: " + "; ".join(dict.fromkeys(lines))

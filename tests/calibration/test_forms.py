@@ -152,3 +152,10 @@ def test_a_text_in_parts_is_a_text(tmp_path: Path) -> None:
     samples = load_samples(str(data))
     assert samples.kind == "messages"
     assert [segment.text for segment in segments_of(samples.rows[0])] == ["a b", "c"]
+
+
+def test_a_misspelt_completion_is_not_answered_by_the_source(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"say {i}", "completon": "so"}) + "\n" for i in range(3)))
+    with pytest.raises(TaskferryError, match="a column completon, which is not read: did you mean completion"):
+        load_samples(str(path))

@@ -251,6 +251,11 @@ def test_labels_from_the_teacher(world: Path, tmp_path: Path) -> None:
              "--calibration", world / "plain.jsonl", "--scale", 1]  # fmt: skip
     ran = taskferry("transfer", *given, "--out", tmp_path / "one")
     assert "from the tuned source (teacher), because the data has none" in ran.out
+    told = " ".join(ran.out.split())
+    assert "The answers are those of the tuned source: evaluate it on true ones." in told
+    assert f"evaluate {world / 'wide'} --test TEST_DATA" in told
+    assert "(the target alone)" in told
+    assert "did you mean twofold?" in taskferry("transfer", *given, "--method", "twofolds", "--out", "x", code=2).err
     asked = pair(world, "llama", "qwen", "llama-full", "asked.jsonl")
     ran = taskferry("transfer", *asked, "--scale", 1, "--out", tmp_path / "two", "--json")
     # A random decoder may answer with nothing that a tokenizer keeps: such a sample is left out and told.

@@ -11,6 +11,7 @@ Other forms of chats, prompts and pairs are brought to these: see `forms`.
 from __future__ import annotations
 
 import csv
+import difflib
 import hashlib
 import importlib
 import io
@@ -101,6 +102,9 @@ def load_samples(
         raise TaskferryError(f"{given} cannot be read: {_line(error)}") from error
     if not rows:
         raise TaskferryError(f"{given} is empty: give a file with about a hundred samples, one on each line")
+    if "prompt" in present and "completion" not in present:
+        for name in difflib.get_close_matches("completion", present, 1, 0.8):  # the tuned source would answer instead
+            raise TaskferryError(f"{given} has a column {name}, which is not read: did you mean completion?")
     kind, rows = unified(rows, given)
     if len(rows) < 2:
         raise TaskferryError(f"{given} has {len(rows)} sample(s): about a hundred are needed, two at the very least")

@@ -21,6 +21,8 @@ from taskferry.jobs.settings import TransferSettings
 from taskferry.methods.registry import FEW, find, without_move
 from taskferry.settings import ApplySettings
 
+TOLD = 0.001  # of a norm that a cut to a LoRA loses: less is rounding
+
 
 class Screen(Reporter):
     """A reporter for a terminal; with `--json` or `--quiet` it stays silent."""
@@ -105,7 +107,8 @@ class Screen(Reporter):
         for line in str(outcome.record["coverage_summary"]).splitlines()[1:]:
             self.console.print(f"[dim]{plain(line)}[/]")
         for name, error in _worst(outcome.record.get("truncation", {})):
-            self.console.print(f"[dim]  cut to a LoRA: {plain(name)} loses {100 * error:.1f} % of its norm[/]")
+            if error >= TOLD:
+                self.console.print(f"[dim]  cut to a LoRA: {plain(name)} loses {100 * error:.1f} % of its norm[/]")
         self.console.print(f"[bold]next[/]   {plain(next_step)}", soft_wrap=True)
 
 
@@ -123,7 +126,9 @@ def next_after(settings: TransferSettings, outcome: Outcome) -> str:
     if worse(outcome.record["verdict"]):
         other = f"with --method {without_move().name}" if settings.scale == "auto" else "without --scale"
         return f"rm -r {shlex.quote(str(settings.out))}, then the same command {other}"
-    lines = [evaluation(settings, outcome), f"taskferry report {shlex.quote(str(settings.out))}"]
+    first = evaluation(settings, outcome)
+    alone = f"taskferry evaluate {shlex.quote(settings.target_base)} --test {first.partition(' --test ')[2]}"
+    lines = [first, f"{alone}   (the target alone)", f"taskferry report {shlex.quote(str(settings.out))}"]
     if not settings.refine and settings.engine_name == "whole" and len(outcome.record["calibration"]["indices"]) >= FEW:
         lines.append("to recover more by training: add --refine 30 and another --out")
     return "\n       ".join(lines)

@@ -114,6 +114,7 @@ def transfer(
                     apart=apart,
                     trained=method.needs.training,
                     generated=drawn is not None,
+                    taught=models.prepared.taught,
                     expected=expected,
                 ),
                 final,
@@ -264,6 +265,8 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
         "from": f"{settings.source_tuned} on {settings.source_base}",
         "to": settings.target_base,
     }
+    if settings.source_base == settings.target_base:
+        lines["note"] = "both bases are the same: what was tuned on one fits it as it is"
     if not isinstance(tuned.tau.deltas, LazyDeltas):
         form = "low-rank" if tuned.adapter is not None else "dense"
         lines["change"] = f"{len(tuned.tau)} weight matrices, {form}, norm {tuned.tau.norm():.3g}"

@@ -18,6 +18,7 @@ from taskferry.training.refinement import Refined
 GENERATED = (
     "All of this is on samples that the tuned source wrote, which is no evidence on real ones: evaluate it on those."
 )
+TAUGHT = "The answers are those of the tuned source: evaluate it on true ones."
 LEAST_SHARE = 0.005  # of a change, that is spoken of
 LARGE_SHARE = 0.05  # of a change, that is warned of
 
@@ -32,6 +33,7 @@ class Judged:
     apart: bool = True  # whether the losses are of samples that did not make the maps
     trained: bool = False  # whether the method was trained on them
     generated: bool = False  # whether the tuned source wrote them
+    taught: bool = False  # whether it gave the labels or answers
     expected: Forecast | None = None  # of the gain, where that can be said
 
 
@@ -77,6 +79,8 @@ def verdict(
         sentence = f"{sentence} {refined.sentence}"
     if judged.generated:
         sentence = f"{sentence} {GENERATED}"
+    elif judged.taught:
+        sentence = f"{sentence} {TAUGHT}"
     return {
         "sentence": sentence,
         "warnings": warnings(judged, energy, ignored or {}, refined) if curve.helps or trained else [],

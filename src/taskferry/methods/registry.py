@@ -9,6 +9,7 @@ says what it needs and how it is shown; plans, refusals, records, cards, benchma
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import pkgutil
@@ -342,7 +343,9 @@ def find(name: str) -> Method:
     """A method by name."""
     known = methods()
     if name not in known:
-        raise TaskferryError(f"no method '{name}': one of {', '.join(known)}")
+        close = difflib.get_close_matches(name, known, 1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise TaskferryError(f"no method '{name}': {meant}`taskferry methods` tells of all: {', '.join(known)}")
     return known[name]
 
 

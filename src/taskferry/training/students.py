@@ -10,6 +10,7 @@ A LoRA learns by its two factors, on PEFT's own layers; a full fine-tune by the 
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,7 +99,9 @@ def _factors(target: nn.Module, start: TaskVector, skeleton: Skeleton) -> Iterat
     peft = peft_for("refine a LoRA")
     with tempfile.TemporaryDirectory() as folder:
         write_adapter(Path(folder), start, skeleton, base_name="")
-        adapted = peft.PeftModel.from_pretrained(target, folder, is_trainable=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of names that PEFT still asks transformers for
+            adapted = peft.PeftModel.from_pretrained(target, folder, is_trainable=True)
 
     by_parameter = [name for name in start.deltas if name in skeleton.by_parameter]
 
