@@ -76,6 +76,8 @@ def language_numbers(cells: dict[str, Any]) -> dict[str, str]:
     for name, task, count in (("many", "trec", 400), ("true", "trec+ends", 100), ("teacher", "trec+teacher", 100)):
         cell = cells[" ".join([task, *PAIR, str(count), "0"])]
         found[f"l_{name}"] = shown(of_draws([cell], "the default")[0])
+    for name, way in (("theseus", "THESEUS"), ("paper", "BiCo at scale 1")):
+        found[f"l_{name}"] = shown(of_draws(language_places(cells)[" ".join(["trec", *PAIR])], way)[0])
     return found
 
 
