@@ -344,8 +344,8 @@ def find(name: str) -> Method:
     known = methods()
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
-        meant = f"did you mean {close[0]}? " if close else ""
-        raise TaskferryError(f"no method '{name}': {meant}`taskferry methods` tells of all: {', '.join(known)}")
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        raise TaskferryError(f"no method '{name}'{meant}: one of {', '.join(known)}; `taskferry methods` tells of them")
     return known[name]
 
 
