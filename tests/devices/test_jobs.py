@@ -73,7 +73,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     ("kind", "more"),
     [
         ("language", {}),
-        ("language", {"engine": "blockwise", "method": "bico"}),
+        pytest.param("language", {"engine": "blockwise", "method": "bico"}, marks=pytest.mark.every),
         pytest.param("language", {"engine": "blockwise"}, marks=pytest.mark.every),
         pytest.param("language", {"refine": 2, "scale": 1.0}, marks=pytest.mark.every),
         pytest.param("texts", {}, marks=pytest.mark.every),
