@@ -62,11 +62,11 @@ def shown(scores: list[float], costs: list[float] | None = None) -> str:
 
 def language_numbers(cells: dict[str, Any]) -> dict[str, str]:
     """Right answers between the two smallest models, for the text of the findings: both ways, and of topics."""
-    found = {}
+    found, all_draws = {}, language_places(cells)
     large = (PAIR[0], "qwen2.5-coder-0.5b-instruct")
     places = (("l", "trec", PAIR), ("r", "trec", PAIR[::-1]), ("q", "trec", large), ("a", "ag_news", PAIR))
     for prefix, task, pair in places:
-        draws = language_places(cells)[" ".join([task, *pair])]
+        draws = all_draws[" ".join([task, *pair])]
         found |= {f"{prefix}_{name}": f"{draws[0][name]:.1f}" for name in ("target", "oracle")}
         for name, way in zip(("bico", "default", "refined", "cold", "longer", "scratch"), LANGUAGE_ROWS, strict=True):
             scores, costs = of_draws(draws, way)
@@ -77,7 +77,7 @@ def language_numbers(cells: dict[str, Any]) -> dict[str, str]:
         cell = cells[" ".join([task, *PAIR, str(count), "0"])]
         found[f"l_{name}"] = shown(of_draws([cell], "the default")[0])
     for name, way in (("theseus", "THESEUS"), ("paper", "BiCo at scale 1")):
-        found[f"l_{name}"] = shown(of_draws(language_places(cells)[" ".join(["trec", *PAIR])], way)[0])
+        found[f"l_{name}"] = shown(of_draws(all_draws[" ".join(["trec", *PAIR])], way)[0])
     return found
 
 

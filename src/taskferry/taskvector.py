@@ -234,9 +234,9 @@ class TaskVector:
             parameter.copy_(parameter.to(precision) + scale * change.to(parameter.device, precision))
         return model
 
-    def on(self, model: nn.Module) -> list[tuple[str, nn.Parameter, Delta]]:
+    def on(self, model: nn.Module | Mapping[str, nn.Parameter]) -> list[tuple[str, nn.Parameter, Delta]]:
         """Every change with its name and the model's parameter; a tied weight once, and every shape checked."""
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        parameters = model if isinstance(model, Mapping) else dict(model.named_parameters(remove_duplicate=False))
         renamed = match_names(self.deltas, parameters)
         found: dict[int, tuple[str, nn.Parameter, Delta]] = {}
         for name, delta in self.deltas.items():

@@ -107,8 +107,7 @@ class Screen(Reporter):
         for line in str(outcome.record["coverage_summary"]).splitlines()[1:]:
             self.console.print(f"[dim]{plain(line)}[/]")
         for name, error in _worst(outcome.record.get("truncation", {})):
-            if error >= TOLD:
-                self.console.print(f"[dim]  cut to a LoRA: {plain(name)} loses {100 * error:.1f} % of its norm[/]")
+            self.console.print(f"[dim]  cut to a LoRA: {plain(name)} loses {100 * error:.1f} % of its norm[/]")
         self.console.print(f"[bold]next[/]   {plain(next_step)}", soft_wrap=True)
 
 
@@ -126,22 +125,25 @@ def next_after(settings: TransferSettings, outcome: Outcome) -> str:
     if worse(outcome.record["verdict"]):
         other = f"with --method {without_move().name}" if settings.scale == "auto" else "without --scale"
         return f"rm -r {shlex.quote(str(settings.out))}, then the same command {other}"
-    first = evaluation(settings, outcome)
-    alone = f"taskferry evaluate {shlex.quote(settings.target_base)} --test {first.partition(' --test ')[2]}"
-    lines = [first, f"{alone}   (the target alone)", f"taskferry report {shlex.quote(str(settings.out))}"]
+    test = _test(settings, outcome)
+    lines = [
+        f"taskferry evaluate {written_by(settings)} {test}",
+        f"taskferry evaluate {shlex.quote(settings.target_base)} {test}   (the target alone)",
+        f"taskferry report {shlex.quote(str(settings.out))}",
+    ]
     if not settings.refine and settings.engine_name == "whole" and len(outcome.record["calibration"]["indices"]) >= FEW:
         lines.append("to recover more by training: add --refine 30 and another --out")
     return "\n       ".join(lines)
 
 
-def evaluation(settings: TransferSettings, outcome: Outcome) -> str:
-    """The command that scores what was moved on held-out samples."""
+def _test(settings: TransferSettings, outcome: Outcome) -> str:
+    """The held-out samples that `evaluate` takes, and those that a head is made from."""
     data = Path(settings.calibration)
     beside = data.with_name(f"test{data.suffix}")
     test = shlex.quote(str(beside)) if data.is_file() and beside.is_file() and beside != data else "TEST_DATA"
     made = outcome.record["calibration"].get("head_made_from_samples", False)
     shots = f" --shots {shlex.quote(settings.calibration)}" if made else ""
-    return f"taskferry evaluate {written_by(settings)} --test {test}{shots}"
+    return f"--test {test}{shots}"
 
 
 def written_by(settings: TransferSettings | ApplySettings) -> str:
@@ -154,7 +156,8 @@ def written_by(settings: TransferSettings | ApplySettings) -> str:
 
 
 def _worst(errors: Mapping[str, float]) -> list[tuple[str, float]]:
-    return sorted(errors.items(), key=lambda item: -item[1])[:3]
+    told = [(name, error) for name, error in errors.items() if error >= TOLD]
+    return sorted(told, key=lambda item: -item[1])[:3]
 
 
 def _bytes(count: int) -> str:

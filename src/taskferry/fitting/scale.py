@@ -9,7 +9,7 @@ are searched. The search never returns a scale whose loss is not below the untou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -127,13 +127,15 @@ def calibration_loss(model: nn.Module, loss: Loss, batches: Sequence[Batch]) -> 
 
 
 @contextmanager
-def moved_by(model: nn.Module, tau: TaskVector) -> Iterator[Callable[[float], None]]:
+def moved_by(model: nn.Module | Mapping[str, nn.Parameter], tau: TaskVector) -> Iterator[Callable[[float], None]]:
     """Inside, the model's parameters are base + scale · τ for the scale last set; after, as they were.
+
+    By their names from before where a model has changed them, as PEFT's layers do.
 
     Memory: one copy of the parameters that move, of half the size where they were stored in half precision.
     """
     moving = [
-        (parameter, compact_copy(parameter.detach()), to_device(d, parameter.device) if isinstance(d, LowRank) else d)
+        (parameter, _copy(parameter.detach()), to_device(d, parameter.device) if isinstance(d, LowRank) else d)
         for _, parameter, d in tau.on(model)
     ]
 
@@ -155,7 +157,7 @@ def moved_by(model: nn.Module, tau: TaskVector) -> Iterator[Callable[[float], No
                 parameter.copy_(copied)
 
 
-def compact_copy(weights: Tensor) -> Tensor:
+def _copy(weights: Tensor) -> Tensor:
     """Weights that were read from a file in half precision are the same in it, and half as large."""
     for precision in (torch.bfloat16, torch.float16):
         half = weights.to(precision, copy=True)
@@ -167,7 +169,7 @@ def compact_copy(weights: Tensor) -> Tensor:
 def copied_bytes(weights: Tensor) -> int:
     """Of the copy that trying a scale takes, from a look at some of its numbers."""
     some = weights.detach().flatten()[:: max(1, weights.numel() // 4096)]
-    return weights.numel() * compact_copy(some).element_size()
+    return weights.numel() * _copy(some).element_size()
 
 
 def losses_at(

@@ -28,12 +28,12 @@ from taskferry.errors import TaskferryError
 from taskferry.evaluation.pool import LazyBatches
 from taskferry.fitting.models import evaluating
 from taskferry.fitting.objectives import LanguageModel, Objective
-from taskferry.fitting.scale import calibration_loss
+from taskferry.fitting.scale import calibration_loss, moved_by
 from taskferry.settings import Settings
 from taskferry.taskvector import TaskVector, as_dense
 from taskferry.training.finetuning import Diverged, FineTuning, finetune
 from taskferry.training.lessons import VIEWS, Lesson, Likeness, class_heads, kind_of, lesson_of
-from taskferry.training.students import exchange, exchanged, learning
+from taskferry.training.students import learning
 
 LOOKS = 10  # at the samples kept aside, about
 # Learning rates. That of factors is divided by the root of the width, because entries of wider weights are smaller;
@@ -179,13 +179,17 @@ def refine(
             return len(part) and sum(map(len, part)) * calibration_loss(target, lesson.loss, part)
 
         untouched = sum(map(loss, judged)) / len(unseen)
-        places = [exchange(target, start, change) for change in without] or [()]
+        named = dict(target.named_parameters(remove_duplicate=False))  # while a LoRA learns they have other names
 
         def aside() -> float:
+            if not without:
+                return sum(map(loss, judged)) / len(unseen)
             total = 0.0
-            for part, each in zip(judged, places, strict=True):
-                with exchanged(each if part else ()):
-                    total += loss(part)
+            for part, change in zip(judged, without, strict=True):
+                if part:
+                    with moved_by(named, change - start) as set_scale:  # beside what was learned since
+                        set_scale(1.0)
+                        total += loss(part)
             return total / len(unseen)
 
         protocol = FineTuning(

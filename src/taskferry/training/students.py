@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,37 +22,9 @@ from torch import nn
 from taskferry.checkpoints import Skeleton, write_adapter
 from taskferry.checkpoints.conversion import peft_for
 from taskferry.checkpoints.expert_adapters import unstacked, wrapped
-from taskferry.fitting.scale import compact_copy
-from taskferry.taskvector import Delta, LowRank, TaskVector, as_dense
+from taskferry.taskvector import Delta, LowRank, TaskVector
 
 Result = Callable[[], TaskVector]
-Exchange = Sequence[tuple[nn.Parameter, Delta | None, Delta | None]]  # a parameter, the change it holds, another
-
-
-def exchange(target: nn.Module, held: TaskVector, other: TaskVector) -> Exchange:
-    """For `exchanged`, of a target that has its own names: PEFT's layers change them."""
-    holds, others = ({id(p): (p, delta) for _, p, delta in tau.on(target)} for tau in (held, other))
-    both = {**holds, **others}
-    return [(p, holds.get(key, (p, None))[1], others.get(key, (p, None))[1]) for key, (p, _) in both.items()]
-
-
-@contextmanager
-def exchanged(places: Exchange) -> Iterator[None]:
-    """Inside, every parameter has one change in place of the other, and keeps what it learned since. After, as before.
-
-    Memory: one copy of these parameters; half of one where they were read in half precision and have not learned.
-    """
-    copies = [(parameter, compact_copy(parameter.detach())) for parameter, *_ in places]
-    try:
-        with torch.no_grad():
-            for parameter, held, other in places:
-                here, there = (0.0 if delta is None else as_dense(delta) for delta in (held, other))
-                parameter.add_(torch.as_tensor(there - here).to(parameter))
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, copied in copies:
-                parameter.copy_(copied)
 
 
 @contextmanager
