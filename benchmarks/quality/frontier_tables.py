@@ -8,6 +8,7 @@ A cell is a pair of models, a task, a number of samples and a draw; its key is "
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any
 from benchmarks.quality.ways import BESIDE, SCRATCH, STANDARD, STARTS, STEPS, WAYS
 from benchmarks.shared import common
 from taskferry.report.figures import Line, lines
+
+UNCOUNTED = (math.nan, math.nan)  # passes of a way that was run block by block
 
 PAIRS = (("narrow", "twin"), ("wide", "narrow"), ("narrow", "wide"), ("twin", "deep"))
 MORE_PAIRS = (("twin", "wide"), ("narrow", "deep"), ("deep", "narrow"))  # of refinement: it is told on all seven
@@ -78,7 +81,7 @@ def summed(cells: dict[str, Any], name: str, count: int) -> Found | None:
         gain = way["score"] - known["target"], known["oracle"] - known["target"]
         gains.setdefault(int(seed), []).append(gain)
         by_place.setdefault(f"{task} {source} {target}", []).append(gain)
-        costs.append((way["cpu"], *way["passes"]))
+        costs.append((way["cpu"], *way.get("passes", UNCOUNTED)))
     if not costs:
         return None
     means = {place: _means(some) for place, some in by_place.items()}

@@ -2,7 +2,7 @@
 
     python benchmarks/quality/language_models.py [--quick] [--json benchmarks/results/language_models.json]
         [--models FOLDER] [--pairs A:B …] [--tasks NAME …] [--samples data|ends|teacher|generated] [--counts N …]
-        [--seeds N] [--first-seed N] [--ways NAME …] [--statistics-memory GIB] [--shown]
+        [--seeds N] [--first-seed N] [--ways NAME …] [--statistics-memory GIB] [--engine whole|blockwise] [--shown]
 
 Each model is a folder of FOLDER or a hub name. A LoRA of rank 8 on every projection of the blocks is trained by PEFT on
 all samples of a task, on the source and on the target (the oracle); the target answers 400 other questions. An answer
@@ -11,7 +11,8 @@ by its loss. The calibration samples are questions with their answers,
 questions that the tuned source answers (teacher; its LoRA then learned to end an answer, as in ends), or texts that it
 writes freely (generated). Ways are those of `frontier.py`, each alone and in one thread. Fine-tunes are kept beside the
 other data of the benchmarks, every way of a cell is written when it is done, and a run goes on where an earlier one
-stopped.
+stopped. With `--engine blockwise` ways that only move are run file to file, with one block of each model in memory,
+and what `taskferry transfer` has written is scored.
 
 Bound: no way that chooses its scale is below the target by more than a point on a pair and task (0.01 of a loss).
 """
@@ -23,16 +24,18 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
+from benchmarks.quality import causal, ways
 from benchmarks.quality import frontier_tables as frontier
-from benchmarks.quality import ways
 from benchmarks.quality.language_tasks import BATCH, LENGTH, TASKS, Domain
 from benchmarks.shared import common
 from benchmarks.zoo import zoo_data
@@ -44,7 +47,8 @@ from taskferry.evaluation import Pool
 from taskferry.fitting.generation import draw
 from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.preparation import Prepared, prepare
-from taskferry.jobs.settings import PlanSettings
+from taskferry.jobs.settings import PlanSettings, TransferSettings
+from taskferry.jobs.transfer import transfer
 from taskferry.methods import Job
 from taskferry.settings import CalibrationSettings
 from taskferry.training import FineTuning, finetune
@@ -73,6 +77,9 @@ WAYS: dict[str, ways.Way] = {
     **{f"refined from the default, {n} steps": ways.Way("distil", {"steps": n, "start": "twofold"})
        for n in STEPS},
 }  # fmt: skip
+
+
+Score = Callable[[TaskVector, float], float]
 
 
 def tuned(loaded: Loaded, folder: Path, task: str, steps: int, ends: bool = False) -> Path:
@@ -115,13 +122,14 @@ def calibration_of(models: tuple[Loaded, Loaded], change: Tuned, name: str, coun
 
 def run_cell(
     models: tuple[Loaded, Loaded], folder: Path, name: str, count: int, seed: int, steps: int,
-    wanted: dict[str, ways.Way], known: dict[str, Any], tested: int, memory: float,
+    wanted: dict[str, ways.Way], known: dict[str, Any], tested: int, memory: float, by_block: bool = False,
 ) -> Any:  # fmt: skip
     """Every way that is not known yet; yields after each."""
     A, B = models
     task = name.partition("+")[0]
     ends = name.endswith(("+teacher", "+ends"))  # a source that answers has to know when to stop
-    change = load_tuned(str(tuned(A, folder, task, steps, ends)), A)
+    teacher = tuned(A, folder, task, steps, ends)
+    change = load_tuned(str(teacher), A)
     test = TASKS[task].questions(tested)
     last: dict[str, float] = {}
 
@@ -145,6 +153,11 @@ def run_cell(
     ready = known.setdefault("ways", {})
     if all(way.known(name, ready) for name, way in wanted.items()):
         return
+    if by_block:
+        for way in [name for name in wanted if not wanted[name].known(name, ready)]:
+            ready[way] = file_to_file(models, teacher, task, count, seed, wanted[way], score) | last
+            yield
+        return
     started = time.process_time()
     prepared = calibration_of(models, change, name, count, seed)
     known["samples cpu"] = round(time.process_time() - started, 1)
@@ -153,6 +166,29 @@ def run_cell(
     for _ in ways.run_ways(job, count, wanted, score, ready):
         ready[next(reversed(ready))] |= last
         yield
+
+
+def file_to_file(
+    models: tuple[Loaded, Loaded], tuned_source: Path, task: str, count: int, seed: int, way: ways.Way, score: Score
+) -> dict[str, Any]:
+    """A way as `taskferry transfer` runs it block by block, with all that it reads and writes."""
+    A, B = models
+    with TemporaryDirectory() as scratch:
+        data, out = Path(scratch, "data.jsonl"), Path(scratch, "moved")
+        causal.write_lines(data, list(TASKS[task].samples("train").rows))
+        settings = TransferSettings(
+            source_base=A.given, source_tuned=str(tuned_source), target_base=B.given, calibration=str(data), out=out,
+            samples=count, seed=seed, micro_batch=BATCH, max_length=LENGTH, method=way.method,
+            method_settings=way.settings, scale="auto" if way.auto else 1.0, engine="blockwise",
+        )  # fmt: skip
+        started = time.process_time()
+        outcome = transfer(settings, command="benchmark")
+        seconds = time.process_time() - started
+        assert outcome is not None
+        moved = TaskVector({}) if outcome.written is None else load_tuned(str(outcome.written), B).tau
+        scale = float(outcome.record["verdict"]["scale"])
+        found = {"score": score(moved, 1.0), "cpu": round(seconds, 2), "scale": round(scale, 2)}
+    return {**found, "engine": settings.engine, "code": way.row.code}
 
 
 def share(cell: dict[str, Any], score: float) -> float:
@@ -240,11 +276,15 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0, help="leave out the draws before this one")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME")
     parser.add_argument("--statistics-memory", type=float, default=4, metavar="GIB", help="for sums, as in `transfer`")
+    parser.add_argument("--engine", choices=("whole", "blockwise"), default="whole", help="as in `transfer`")
     parser.add_argument("--shown", action="store_true", help="run nothing: the table of what earlier runs finished")
     options = parser.parse_args()
     started = time.time()
     torch.set_num_threads(1)
     wanted = {name: WAYS[name] for name in options.ways}
+    by_block = options.engine == "blockwise"
+    if by_block and (options.origin != "data" or any(way.kind != "moved" for way in wanted.values())):
+        parser.error("--engine blockwise runs ways that only move, on labelled samples: name them with --ways")
     steps, tested = PROTOCOL.steps, TEST
     if options.quick:
         from taskferry.example import FILES
@@ -266,7 +306,7 @@ def main() -> None:
                        for name in (source, target))  # fmt: skip
         known = cells.setdefault(key, {})
         for _ in run_cell((models[0], models[1]), folder, named, count, seed, steps, wanted, known, tested,
-                          options.statistics_memory):  # fmt: skip
+                          options.statistics_memory, by_block):  # fmt: skip
             common.kept(options.json, {key: known})
             last = next(reversed(known["ways"]))
             print(key, last, known["ways"][last], f"{time.time() - started:.0f} s", flush=True)

@@ -78,6 +78,33 @@ def test_rows_and_sums_say_the_same() -> None:
     assert few.solve()[1].rank == many.solve()[1].rank == 40
 
 
+@pytest.mark.parametrize("directions", [20, 50])
+def test_rows_of_a_wide_space_stay_while_they_take_less_room_than_moments(directions: int) -> None:
+    """Also where they are more than directions: then both sides are narrowed (20), or the wider one (50)."""
+    limit = Whitened.numbers(90, 120) // 210
+    assert limit > 120
+    X_A, X_B = spread(limit + 1, 60)
+    few, many = Whitened(90, 120, directions=directions), Whitened(90, 120, directions=directions)
+    few.add(X_A[:limit], X_B[:limit])
+    many.add(X_A[:limit], X_B[:limit])
+    many.matrix()
+    assert few.C is None
+    assert many.C is not None
+    for given, same in ((few, many), (few.plain(), many.plain())):
+        for rank in ("range", "full"):
+            (R, quality), (expected, told) = given.solve(rank=rank), same.solve(rank=rank)
+            # What no row has, a full map fills up at will.
+            assert relative(X_A @ R.dense(), X_A @ expected.dense()) < 1e-6
+            assert quality.rank == told.rank
+            assert quality.similarity == pytest.approx(told.similarity, rel=1e-6)
+    assert few.C is None  # nobody made it
+    assert Whitened.numbers_of(limit, 90, 120, directions) == limit * 210
+    assert Whitened.numbers_of(limit, 90, 120) == Whitened.numbers(90, 120)
+    few.add(X_A[limit:], X_B[limit:])
+    assert few.C is not None
+    assert Whitened.numbers_of(limit + 1, 90, 120, directions) == Whitened.numbers(90, 120)
+
+
 def test_a_side_that_is_no_wider_stays_whole() -> None:
     X_A, X_B = spread(400, 40)
     whole, _ = solved(Whitened, X_A, X_B, 0)

@@ -45,9 +45,25 @@ class Batch:
 
     @property
     def tokens(self) -> int | None:
-        """The most that a layer sees, with padding: of one text, or of a second stack; None for more than texts."""
-        texts = [tensor.numel() for name, tensor in self.inputs.items() if name in TEXTS]
-        return max(texts) if texts and set(self.inputs) <= {*TEXTS, *BESIDE} else None
+        """The most that maps see of a layer: of a text without padding, or of a second stack; None for other inputs."""
+        texts = {name: tensor.numel() for name, tensor in self.inputs.items() if name in TEXTS}
+        if not texts or not set(self.inputs) <= {*TEXTS, *BESIDE}:
+            return None
+        mask = self.inputs.get("attention_mask")
+        if mask is not None and "input_ids" in texts:
+            texts["input_ids"] = int(mask.count_nonzero())
+            if self._one_text:
+                del texts["labels"]
+        return max(texts.values())
+
+    @property
+    def _one_text(self) -> bool:
+        """Whether its labels are the text itself, as a causal model takes them, and no text of a decoder's own."""
+        ids, labels = self.inputs.get("input_ids"), self.inputs.get("labels")
+        if ids is None or labels is None or ids.shape != labels.shape:
+            return False
+        counted = labels != IGNORED
+        return torch.equal(labels[counted], ids[counted])
 
     @property
     def following(self) -> Tensor:
@@ -64,13 +80,9 @@ class Batch:
     @property
     def prompted(self) -> bool:
         """Whether some text of a causal model is a prompt with its answer; a mark of the beginning is no prompt."""
-        ids, labels = self.inputs.get("input_ids"), self.inputs.get("labels")
-        if ids is None or labels is None or ids.shape != labels.shape:
+        if not self._one_text:
             return False
-        counted = labels != IGNORED
-        if not torch.equal(labels[counted], ids[counted]):
-            return False  # of a decoder, which reads them apart
-        mask = self.inputs.get("attention_mask")
+        counted, mask = self.inputs["labels"] != IGNORED, self.inputs.get("attention_mask")
         read = torch.ones_like(counted) if mask is None else mask != 0
         return int((read & (counted.cumsum(1) == 0)).sum(1).max()) > 1
 

@@ -69,7 +69,7 @@ class Capture:
         if rows is None:
             return self.folds * sum(kind.numbers(a, b) for kind, a, b in kinds)
         each = rows * (len(self.points) + self.again)
-        return self.folds * sum(kind.numbers_of(each, a, b) for kind, a, b in kinds)
+        return self.folds * sum(kind.numbers_of(each, a, b, self.directions) for kind, a, b in kinds)
 
     def start(self, inputs: bool, d_A: int, d_B: int, exact: bool = False) -> CrossCovariance:
         """Empty sums for one side of a site."""

@@ -45,8 +45,8 @@ def plan_blocks(pair: BlockPair, pairs: list[Pair], cost: Cost) -> Plan:
     maps = {block: map_shapes(some) for block, some in groups.items()}
     every = [shape for inputs, outputs in maps.values() for shape in (*inputs, *outputs)]
     largest = max(
-        sum(sums_bytes(CrossCovariance, rows, *shape, cost.folds) for shape in inputs)
-        + sum(sums_bytes(cost.sums, rows, *shape, cost.folds) for shape in outputs)
+        sum(sums_bytes(CrossCovariance, rows, *shape, cost.folds, cost.directions) for shape in inputs)
+        + sum(sums_bytes(cost.sums, rows, *shape, cost.folds, cost.directions) for shape in outputs)
         for inputs, outputs in maps.values()
     )
     solved = max(

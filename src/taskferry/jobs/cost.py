@@ -50,14 +50,14 @@ def apply_cost(source: tuple[int, int], target: tuple[int, int]) -> int:
     return min(a * b * d + a * c * d, a * b * c + b * c * d)
 
 
-def sums_bytes(kind: type[CrossCovariance], rows: int, d_A: int, d_B: int, folds: int = 1) -> int:
+def sums_bytes(kind: type[CrossCovariance], rows: int, d_A: int, d_B: int, folds: int = 1, directions: int = 0) -> int:
     """Of the sums of one map, those of each fold; their total is made when its map is solved."""
-    return 4 * folds * kind.numbers_of(rows // folds, d_A, d_B)
+    return 4 * folds * kind.numbers_of(rows // folds, d_A, d_B, directions)
 
 
-def as_rows(kind: type[CrossCovariance], rows: int, a: int, b: int) -> bool:
+def as_rows(kind: type[CrossCovariance], rows: int, a: int, b: int, directions: int) -> bool:
     """Whether sums are kept as rows."""
-    return kind.numbers_of(rows, a, b) == rows * (a + b) != kind.numbers(a, b)
+    return kind.numbers_of(rows, a, b, directions) == rows * (a + b) != kind.numbers(a, b)
 
 
 def directions_kept(width: int, directions: int) -> int:
@@ -81,7 +81,7 @@ def workspace_bytes(
     """What a decomposition holds at once beside the sums; `products`: of a device that makes it by matrix products."""
     n, whitened = min(a, b), len(kind.moments) > 1
     p, q = directions_kept(a, directions), directions_kept(b, directions)
-    if as_rows(kind, rows, a, b):
+    if as_rows(kind, rows, a, b, directions):
         if rows <= directions or not is_wide(max(a, b) if whitened else n, directions):
             return 8 * 3 * rows * (a + b)  # the rows in float64, and two factors of them
         if whitened:

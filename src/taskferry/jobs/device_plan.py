@@ -96,7 +96,13 @@ class _Sizes:
         paths = self.paths[0][places[0]], self.paths[1][places[1]]  # type: ignore[index]
         batches = max(self.job.calibration, key=lambda both: size(both[1]))
         mine = [p for p in self.one if p.source.block == first.source.block]
-        return rehearse(self.models, paths, mine, batches, Capture(sums=self.cost.sums, tokens=self.cost.tokens))
+        return rehearse(
+            self.models,
+            paths,
+            mine,
+            batches,
+            Capture(sums=self.cost.sums, directions=self.cost.directions, tokens=self.cost.tokens),
+        )
 
     @cached_property
     def seen(self) -> int:
@@ -110,7 +116,7 @@ class _Sizes:
 
     def sums(self, kinds: Kinds) -> int:
         """With those of folds."""
-        return sum(sums_bytes(kind, self.seen, *shape, self.cost.folds) for kind, shape in kinds)
+        return sum(sums_bytes(kind, self.seen, *shape, self.cost.folds, self.cost.directions) for kind, shape in kinds)
 
     def maps(self, kinds: Kinds) -> int:
         """One version of them."""
@@ -119,7 +125,7 @@ class _Sizes:
         for kind, (a, b) in kinds:
             kept = map_rank(self.seen, a, b, self.cost.directions)
             by_products = self.products and len(kind.moments) == 1 and kept == min(a, b)
-            dense = not low_rank or (by_products and not as_rows(kind, self.seen, a, b))
+            dense = not low_rank or (by_products and not as_rows(kind, self.seen, a, b, self.cost.directions))
             total += map_bytes(self.seen, a, b, self.cost.directions) if dense else 4 * kept * (a + b)
         return total
 
@@ -132,7 +138,8 @@ class _Sizes:
 
     def _total(self, kind: type[CrossCovariance], a: int, b: int) -> int:
         """The sums of all folds of one map together, where they are not rows that are there already."""
-        return 0 if self.cost.folds == 1 or as_rows(kind, self.seen, a, b) else 4 * kind.numbers(a, b)
+        rows_alone = as_rows(kind, self.seen, a, b, self.cost.directions)
+        return 0 if self.cost.folds == 1 or rows_alone else 4 * kind.numbers(a, b)
 
     def moving(self, side: int) -> int:
         """A copy of the weights that move."""

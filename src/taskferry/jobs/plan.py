@@ -156,11 +156,10 @@ def plan_whole(pair: WholePair, pairs: list[Pair], cost: Cost, trained: _Trained
     maps = [(rows, a, b) for _, rows, a, b in sums]
     weights = sum(p.numel() * p.element_size() for model in (source, target) for p in model.parameters())
     seen = max(1, cost.captures)
-    held = sum(sums_bytes(kind, seen * rows, a, b, cost.folds) for kind, rows, a, b in sums)
+    held = sum(sums_bytes(kind, seen * rows, a, b, cost.folds, cost.directions) for kind, rows, a, b in sums)
     memory = pair.work.sums_memory
-    capture = Capture(
-        sums=cost.sums, tokens=cost.tokens, folds=cost.folds, judged=cost.judged, points=(BASE,) * (1 + cost.rough)
-    )
+    seen_at = Capture(points=(BASE,) * (1 + cost.rough), tokens=cost.tokens, folds=cost.folds, judged=cost.judged)
+    capture = replace(seen_at, sums=cost.sums, directions=cost.directions)
     one, groups = pair.sums_bytes(pairs, capture), len(pair.groups(pairs, capture))
     # Sums of one group stay for the second capture; those of several are made again.
     again = 1.5 if groups > 1 and cost.rough else 1.0

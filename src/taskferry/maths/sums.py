@@ -103,9 +103,10 @@ class CrossCovariance:
         return d_A * d_B
 
     @classmethod
-    def numbers_of(cls, rows: int, d_A: int, d_B: int) -> int:
+    def numbers_of(cls, rows: int, d_A: int, d_B: int, directions: int = 0) -> int:
         """How many it keeps of so many rows."""
-        return rows * (d_A + d_B) if cls(d_A, d_B)._few(rows) else cls.numbers(d_A, d_B)
+        few = cls(d_A, d_B, directions=directions)._few(rows)
+        return rows * (d_A + d_B) if few else cls.numbers(d_A, d_B)
 
     def add(self, X_A: Tensor, X_B: Tensor, chosen: Tensor | None = None) -> None:
         """Add token rows X_A [M, d_A] and X_B [M, d_B].

@@ -47,7 +47,7 @@ class UnitRows(CrossCovariance):
 class Whitened(UnitRows):
     """With the second moments of either side, which whitening needs.
 
-    Memory: d_A · d_B + d_A² + d_B² numbers.
+    Memory: at most d_A · d_B + d_A² + d_B² numbers.
     """
 
     moments: ClassVar[tuple[str, ...]] = ("C", "A", "B")
@@ -86,8 +86,13 @@ class Whitened(UnitRows):
         return R, CrossCovariance(self.d_A, self.d_B, self.rows, *energies)._quality(spectrum)
 
     def _few(self, rows: int) -> bool:
-        """Decomposing a matrix of all pairs of rows is then less work than of all pairs of directions."""
-        return rows <= min(self.d_A, self.d_B)
+        """Decomposing a matrix of all pairs of rows is then less work than of all pairs of directions.
+
+        Of a wide space the strongest directions are found by products, with rows as well as with moments: there it is
+        what takes less room that is kept.
+        """
+        small = rows * (self.d_A + self.d_B) <= self.numbers(self.d_A, self.d_B)
+        return rows <= min(self.d_A, self.d_B) or (small and is_wide(max(self.d_A, self.d_B), self.directions))
 
     def ready(self) -> CrossCovariance:
         """The plain sums of the whitened rows; numbers that are not finite stay, for the solver to refuse."""
