@@ -15,7 +15,7 @@ MODELS = {
 }
 PAIR = ("smollm2-135m-instruct", "gemma-3-270m")
 BESIDE = "BiCo, automatic scale"
-TITLES = {"trec": "TREC", "ag_news": "AG News", "snli": "SNLI"}
+TITLES = {"trec": "TREC", "ag_news": "AG News", "snli": "SNLI", "json": "TREC as JSON"}
 LANGUAGE_ROWS = {
     BESIDE: "+ BiCo, scale chosen on the samples",
     "the default": "+ the default",
@@ -27,17 +27,16 @@ LANGUAGE_ROWS = {
 
 
 def language_places(cells: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Pairs and tasks with 100 labelled samples in which the move and thirty steps were run: their draws."""
-    rows = set(list(LANGUAGE_ROWS)[1:4])
+    """Pairs and tasks with answers and 100 labelled samples in which the default was run: their draws."""
     found: dict[str, list[dict[str, Any]]] = {}
     for key in sorted(key for key, cell in cells.items() if isinstance(cell, dict)):
-        *place, count, _ = key.split()
-        if "+" not in key and count == "100":
-            found.setdefault(" ".join(place), []).append(cells[key])
+        task, *_, count, _ = place = key.split()
+        if task in TITLES and count == "100":
+            found.setdefault(" ".join(place[:3]), []).append(cells[key])
     return {
         place: found[place]
         for place in sorted(found, key=_order)
-        if rows <= {name for cell in found[place] for name in cell.get("ways", {})}
+        if any("the default" in cell.get("ways", {}) for cell in found[place])
     }
 
 
@@ -64,7 +63,10 @@ def language_numbers(cells: dict[str, Any]) -> dict[str, str]:
     """Right answers between the two smallest models, for the text of the findings: both ways, and of topics."""
     found, all_draws = {}, language_places(cells)
     large = (PAIR[0], "qwen2.5-coder-0.5b-instruct")
-    places = (("l", "trec", PAIR), ("r", "trec", PAIR[::-1]), ("q", "trec", large), ("a", "ag_news", PAIR))
+    places = (
+        ("l", "trec", PAIR), ("r", "trec", PAIR[::-1]), ("q", "trec", large),
+        ("a", "ag_news", PAIR), ("s", "snli", PAIR),
+    )  # fmt: skip
     for prefix, task, pair in places:
         draws = all_draws[" ".join([task, *pair])]
         found |= {f"{prefix}_{name}": f"{draws[0][name]:.1f}" for name in ("target", "oracle")}
