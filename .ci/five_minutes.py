@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "start.md"
 # A CPU build of torch is named by the gate; whoever runs the page gets what pip chooses.
 TORCH = os.environ.get("TASKFERRY_TORCH", "")
+# What stands in place of `pip install`, where the time of pip is not what is asked.
+INSTALL = os.environ.get("TASKFERRY_INSTALL", "pip install -q")
 
 
 def console(page: str) -> list[str]:
@@ -46,10 +48,10 @@ def main() -> None:
         script = ["set -eu"]
         for line in console(page):
             if line.startswith("pip install"):
-                script += [f"pip install -q {TORCH}"] if TORCH else []
+                script += [f"{INSTALL} {TORCH}"] if TORCH else []
                 if "'taskferry[" not in line:
                     sys.exit(f"docs/start.md: the wheel of this checkout has no place in: {line}")
-                line = line.replace("'taskferry[", f"-q '{wheel}[")
+                line = line.replace("pip install 'taskferry[", f"{INSTALL} '{wheel}[")
             script += [f'echo "[$SECONDS s]" {shlex.quote("$ " + line)}', line]
         clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
         done = subprocess.run(

@@ -159,6 +159,7 @@ class Never(Reporter):
         raise AssertionError(f"trained again: {model} on {task}")
 
 
+@pytest.mark.every
 def test_a_changed_recipe_takes_no_old_results(tmp_path: Path) -> None:
     """Protocol, heads, models and data are part of a result's identity."""
     recipe, places = stand_in(load_recipe("paper/tableG"), tmp_path)
@@ -224,6 +225,7 @@ def test_a_draw_that_cannot_be_made_is_told_and_the_rest_goes_on(tmp_path: Path)
     assert "500 are asked for (1 of 4 draws)" in page or "500 are asked for (2 of 4 draws)" in page
 
 
+@pytest.mark.every
 def test_heads_follow_the_kind(tmp_path: Path) -> None:
     """A probe scores image-text models where the recipe says so, and then the target depends on the draw."""
     recipe, places = stand_in(load_recipe("paper/table4"), tmp_path)

@@ -174,7 +174,7 @@ def test_shards_and_precision_are_kept(dtype: torch.dtype, world: Path, tmp_path
     assert (tmp_path / "moved" / "tokenizer.json").read_bytes() == (tmp_path / "base" / "tokenizer.json").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.every), "t5"])
 def test_tied_weights_stay_tied(name: str, world: Path, tmp_path: Path) -> None:
     build = {"gpt2": gpt2, "t5": t5}[name]
     for folder, width, depth, seed in (("source", 16, 2, 0), ("target", 24, 3, 1)):

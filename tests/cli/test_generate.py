@@ -39,6 +39,7 @@ def made(world: Path, out: Path, *more: object) -> Ran:
     return taskferry("transfer", *words(world, "--calibration", "generate", "--out", out, "--json", *more))
 
 
+@pytest.mark.every
 def test_maps_of_a_fleet_on_texts_that_its_adapters_write(world: Path, tmp_path: Path) -> None:
     """One file for all of them; what each wrote lies beside it, and the file says whose it is."""
     for name in ("one", "two"):
@@ -136,6 +137,7 @@ def test_maps_of_generated_samples(world: Path, tmp_path: Path) -> None:
     assert f"{beside.name} exists" in ran.err.replace("\n", "")
 
 
+@pytest.mark.every
 def test_maps_along_a_reference_take_half_of_the_scale_too(world: Path, tmp_path: Path) -> None:
     out, again = tmp_path / "maps.alignment", tmp_path / "again.alignment"
     method = ["--method", "twofold", "--effort", "fast", "--samples", 32]

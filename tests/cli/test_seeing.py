@@ -15,16 +15,15 @@ from safetensors.torch import load_file
 from taskferry.checkpoints import load_model
 from tests.helpers import folders, seeing
 from tests.helpers.command import Ran, taskferry
+from tests.helpers.often import often
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 pytest.importorskip("datasets")
 pytest.importorskip("torchvision")
 
-FAMILIES = ("llava", "qwen2-vl", *(pytest.param(name, marks=pytest.mark.every) for name in ("gemma3", "mistral3")))
 
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=often(("llava", "qwen2-vl", "gemma3", "mistral3"), ("llava", "qwen2-vl")))
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp(request.param)
     seeing.folder(root / "a", request.param, 16, 2, 1)

@@ -16,6 +16,7 @@ from taskferry.sites.discovery import find_sites
 from taskferry.sites.pairing import pair_sites
 from tests.helpers import folders
 from tests.helpers.command import Ran, taskferry
+from tests.helpers.often import often
 from tests.helpers.seeing import FAMILIES
 from tests.helpers.tiny import relative
 
@@ -32,13 +33,7 @@ OLDER = {  # what text blocks are called now, and before transformers 4.52
 }
 
 
-OFTEN = ("gemma3", "qwen2-vl")
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in OFTEN else pytest.mark.every) for name in FAMILIES],
-)
+@pytest.fixture(scope="module", params=often(FAMILIES, ("gemma3", "qwen2-vl")))
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp(request.param)
     for name, width, depth, seed in (("a", 16, 2, 1), ("b", 32, 3, 2)):

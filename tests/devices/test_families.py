@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from taskferry import Calibration, TaskVector, fit
+from taskferry.jobs.settings import DEFAULT_METHOD
 from taskferry.methods import Job, methods
 from taskferry.taskvector import LowRank, as_dense
 from tests.devices import pretend
+from tests.helpers.often import often
 from tests.helpers.tiny import TINY, relative, tuned
 
 DECODERS = ("gpt2", "llama", "qwen2", "qwen3", "t5", "whisper")
@@ -48,7 +50,7 @@ def low_rank(model: nn.Module) -> TaskVector:
     return TaskVector({name: LowRank(0.05 * a, b) for name, (a, b) in zip(names, factors, strict=True)})
 
 
-@pytest.mark.parametrize("name", sorted(TINY))
+@pytest.mark.parametrize("name", often(sorted(TINY), ("bert", "clip", "llama", "t5", "timm")))
 def test_maps_of_every_family(name: str) -> None:
     A, B, calibration = both(name, (16, 2), (24, 3))
     tau = TaskVector.between(dict(A.named_parameters()), tuned(A))
@@ -68,7 +70,7 @@ def test_maps_of_every_family(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["full", pytest.param("LoRA", marks=pytest.mark.every)])
-@pytest.mark.parametrize("method", list(methods()))
+@pytest.mark.parametrize("method", often(methods(), (DEFAULT_METHOD, "bico", "few-shot")))
 def test_every_method(method: str, form: str) -> None:
     A, B, calibration = both("bert", (16, 2), (16, 2))
     tau = low_rank(A) if form == "LoRA" else TaskVector.between(dict(A.named_parameters()), tuned(A))

@@ -43,7 +43,7 @@ def seen(given: dict[str, Any], engine: str, out: Path) -> int:
 @pytest.mark.parametrize(
     ("widths", "depths", "modules", "dtype", "more"),
     [
-        ((32, 48), (2, 3), ["q_proj", "v_proj"], "bfloat16", {"method": "bico"}),
+        pytest.param((32, 48), (2, 3), ["q_proj", "v_proj"], "bfloat16", {"method": "bico"}, marks=pytest.mark.every),
         pytest.param(
             (32, 48), (5, 4), ["q_proj", "v_proj", "down_proj"], "float32", {"effort": "fast"}, marks=pytest.mark.every
         ),

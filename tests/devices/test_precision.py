@@ -23,7 +23,7 @@ from tests.devices.test_jobs import APART, language, texts, weights, world  # no
 from tests.helpers.tiny import TINY, relative, tuned
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.every)])
 @pytest.mark.parametrize("name", ["bert", "clip", "llama", "t5"])
 def test_maps_of_half_precision_are_close_to_those_of_float32(name: str, dtype: torch.dtype) -> None:
     tiny = TINY[name]
@@ -53,7 +53,7 @@ def test_sums_of_half_precision_are_of_float32() -> None:
 
 
 @pytest.mark.parametrize("engine", ["whole", "blockwise"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
+@pytest.mark.parametrize("dtype", ["auto", pytest.param("bfloat16", marks=pytest.mark.every)])
 def test_a_transfer_in_half_precision(world: Path, tmp_path: Path, dtype: str, engine: str) -> None:  # noqa: F811
     settings = TransferSettings(
         **texts(world, scale=1.0), **APART, dtype=dtype, engine=engine, method="bico", out=tmp_path / "out"

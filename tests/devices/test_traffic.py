@@ -26,7 +26,7 @@ def models(name: str) -> tuple[nn.Module, nn.Module, Calibration]:
 
 
 @pytest.mark.parametrize("sums", ["plain", "whitened"])
-@pytest.mark.parametrize("name", ["bert", "clip", "llama"])
+@pytest.mark.parametrize("name", ["bert", "llama", pytest.param("clip", marks=pytest.mark.every)])
 def test_a_capture_waits_once_a_micro_batch(name: str, sums: str) -> None:
     A, B, calibration = models(name)
     pair = WholePair(A, B, calibration, TINY[name].objective)
@@ -49,7 +49,7 @@ def test_a_capture_waits_once_a_micro_batch(name: str, sums: str) -> None:
     assert statistics.outputs
 
 
-@pytest.mark.parametrize("form", ["full", "LoRA"])
+@pytest.mark.parametrize("form", ["LoRA", pytest.param("full", marks=pytest.mark.every)])
 def test_apply_does_not_wait(form: str) -> None:
     A, B, calibration = models("bert")
     alignment = WholePair(A, B, calibration, TINY["bert"].objective).fit(

@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers import folders
 from tests.helpers.command import ranks, taskferry
+from tests.helpers.often import often
 from tests.helpers.pages import ROOT, blocks
 
 pytest.importorskip("transformers")
@@ -21,7 +22,9 @@ pytest.importorskip("datasets")
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 HERE = r"https://github\.com/taskferry/taskferry/(?:blob|raw)/main/"  # files in the README
+NIGHTLY = {"benchmarks.md", "two-thousand-adapters.md"}  # half a minute each, of what other pages have too
 FROM_NOTHING = ROOT / "docs" / "start.md"  # .ci/five_minutes.py runs it in a clean environment, against the clock
+EACH = [page for page in PAGES if page != FROM_NOTHING]
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -54,7 +57,7 @@ def desk(things: Path, tmp_path: Path) -> Path:
     return desk
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != FROM_NOTHING], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", often(EACH, {page.name for page in EACH} - NIGHTLY))
 def test_the_commands_run(page: Path, desk: Path) -> None:
     for settings in blocks(page, "yaml"):
         for name in ("move.yaml", "plan.yaml"):

@@ -52,6 +52,7 @@ def test_every_setting_stands_in_the_page() -> None:
     assert all(name in shown for name in methods())
 
 
+@pytest.mark.every
 def test_one_table_from_one_command(tmp_path: Path) -> None:
     """All methods, same samples, same seeds; a method that cannot handle the pair says why."""
     folders.encoder(tmp_path / "a", 16, 2, 1)

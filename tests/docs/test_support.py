@@ -23,6 +23,7 @@ from taskferry.checkpoints import load_model, load_tuned
 from tests.helpers import folders, gguf_files, quantised
 from tests.helpers.classes import CLASSES, Class
 from tests.helpers.command import Ran, taskferry
+from tests.helpers.often import often
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -131,10 +132,7 @@ def held(table: str, row: str, found: dict[str, str]) -> None:
     assert known.get(table, {}).get(row) == found, "run it with TASKFERRY_WRITE_SUPPORT=1"
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, id=kind.name, marks=() if kind.name in OFTEN else pytest.mark.every) for kind in CLASSES],
-)
+@pytest.mark.parametrize("kind", often(CLASSES, OFTEN))
 def test_a_lora_on_every_linear_layer_of_a_class(kind: Class, tmp_path: Path) -> None:
     for name, width, depth, seed in (("a", 16, 2, 1), ("b", 24, 3, 2)):
         folders.save(kind.build(width, depth, seed), tmp_path / name)

@@ -35,6 +35,7 @@ def outputs(notebook: Any) -> str:
     return "\n".join(shown)
 
 
+@pytest.mark.every
 def test_the_tutorial_runs_and_shows_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """Executed anew; the losses are those that the committed notebook shows."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -9,6 +9,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from taskferry.jobs.settings import DEFAULT_METHOD
 from taskferry.methods import methods
 from tests.helpers import folders
 from tests.helpers.command import ranks, taskferry
+from tests.helpers.often import often
 from tests.helpers.texts import SECOND, TEXTS
 
 pytest.importorskip("transformers")
@@ -32,6 +35,7 @@ ENGINES = ("whole", "blockwise", "ranks", "fit + apply", "fleet")
 EQUAL = 1e-5
 MAPS = [name for name, method in methods().items() if method.needs.maps]
 OTHERS = [name for name in methods() if name not in MAPS]
+FEW = (DEFAULT_METHOD, "naive")
 
 
 @pytest.fixture(scope="module")
@@ -90,58 +94,48 @@ def moved(world: Path, folder: Path) -> TaskVector:
     return read_adapter(folder, Skeleton.of(load_model(str(world / "b")).model)).tau.dense()
 
 
+Cells = Callable[[str], dict[str, TaskVector | str]]
+
+
 @pytest.fixture(scope="module")
-def whole(world: Path) -> dict[str, TaskVector]:
+def cells(world: Path) -> Cells:
+    """Of a method: engine -> what it moved, or the sentence that refuses it; once for all tests that ask."""
+    return cache(lambda method: (with_maps if method in MAPS else without)(world, method))
+
+
+def with_maps(world: Path, method: str) -> dict[str, TaskVector | str]:
     """At scale 1, as `apply` and a fleet move it: the default has scaled it already."""
-    found = {}
-    for method in MAPS:
-        taskferry("transfer", *pair(world, method), "--scale", 1, "--out", world / f"whole-{method}", "--quiet")
-        found[method] = moved(world, world / f"whole-{method}")
-    record = json.loads((world / f"whole-{DEFAULT_METHOD}" / "taskferry.json").read_text())
-    assert record["provenance"]["captures"] == 2  # nothing of the default is left out
-    return found
+    found: dict[str, TaskVector | str] = {}
+    for engine, options in (("whole", ()), ("blockwise", ("--engine", "blockwise"))):
+        out = world / f"{engine}-{method}"
+        taskferry("transfer", *pair(world, method), "--scale", 1, *options, "--out", out, "--quiet")
+        found[engine] = moved(world, out)
+    ranks(2, "transfer", *pair(world, method), "--scale", 1, "--out", world / f"ranks-{method}", "--quiet")
+    found["ranks"] = moved(world, world / f"ranks-{method}")
 
-
-@pytest.fixture(scope="module")
-def cells(world: Path, whole: dict[str, TaskVector]) -> dict[tuple[str, str], TaskVector | str]:
-    """(method, engine) -> what it moved, or the sentence that refuses it."""
-    found: dict[tuple[str, str], TaskVector | str] = {(name, "whole"): tau for name, tau in whole.items()}
-    for name in methods():
-        scale = ["--scale", 1]
-        out = world / f"blocks-{name}"
-        words = ["transfer", *pair(world, name), *scale, "--engine", "blockwise", "--out", out]
-        found[name, "blockwise"] = run_or_refuse(world, words, out)
-        out = world / f"ranks-{name}"
-        words = ["transfer", *pair(world, name), *scale, "--out", out]
-        if name in MAPS:
-            ranks(2, *words, "--quiet")
-        found[name, "ranks"] = moved(world, out) if name in MAPS else refused(words, RANK="0", WORLD_SIZE="1")
-        fitted = world / f"{name}.alignment"
-        words = ["fit", *pair(world, name), "--out", fitted]
-        if name in OTHERS:
-            found[name, "fit + apply"] = found[name, "fleet"] = refused(words)
-            alone = scale if methods()[name].needs.change else ["--refine", 2, "--dry-run"]  # a start moves nothing
-            taskferry("transfer", *pair(world, name), *alone, "--out", world / f"whole-{name}", "--quiet")
-            found[name, "whole"] = "moved"
-            continue
-        taskferry(*words, "--quiet")
-        out = world / f"applied-{name}"
-        taskferry("apply", fitted, world / "loras" / "lora", "--target-base", world / "b", "--out", out, "--quiet")
-        found[name, "fit + apply"] = moved(world, out)
-    moves = [
-        {"name": name, "alignment": str(world / f"{name}.alignment"), "target_base": str(world / "b")} for name in MAPS
-    ]
+    fitted, out = world / f"{method}.alignment", world / f"applied-{method}"
+    taskferry("fit", *pair(world, method), "--out", fitted, "--quiet")
+    taskferry("apply", fitted, world / "loras" / "lora", "--target-base", world / "b", "--out", out, "--quiet")
+    found["fit + apply"] = moved(world, out)
+    moves = [{"name": method, "alignment": str(fitted), "target_base": str(world / "b")}]
     plan = {"adapters": str(world / "loras"), "out": str(world / "fleet"), "moves": moves}
     (world / "fleet.yaml").write_text(yaml.safe_dump(plan))
     taskferry("fleet", world / "fleet.yaml", "--quiet")
-    return found | {(name, "fleet"): moved(world, world / "fleet" / f"{name}--lora") for name in MAPS}
+    return found | {"fleet": moved(world, world / "fleet" / f"{method}--lora")}
 
 
-def run_or_refuse(world: Path, words: list[object], out: Path) -> TaskVector | str:
-    if words[words.index("--method") + 1] in OTHERS:
-        return refused(words)
-    taskferry(*words, "--quiet")
-    return moved(world, out)
+def without(world: Path, method: str) -> dict[str, TaskVector | str]:
+    out = world / f"other-{method}"
+    words: list[object] = ["transfer", *pair(world, method), "--scale", 1, "--out", out]
+    found: dict[str, TaskVector | str] = {
+        "blockwise": refused([*words, "--engine", "blockwise"]),
+        "ranks": refused(words, RANK="0", WORLD_SIZE="1"),
+    }
+    found["fit + apply"] = refused(["fit", *pair(world, method), "--out", world / f"{method}.alignment"])
+    found["fleet"] = found["fit + apply"]
+    alone = ["--scale", 1] if methods()[method].needs.change else ["--refine", 2, "--dry-run"]  # a start moves nothing
+    taskferry("transfer", *pair(world, method), *alone, "--out", world / f"whole-{method}", "--quiet")
+    return found | {"whole": "moved"}
 
 
 def refused(words: list[object], **environment: str) -> str:
@@ -152,23 +146,26 @@ def refused(words: list[object], **environment: str) -> str:
 
 
 @pytest.mark.parametrize("engine", ENGINES[1:])
-@pytest.mark.parametrize("method", MAPS)
-def test_methods_with_maps_are_the_same_on_every_engine(
-    whole: dict[str, TaskVector], cells: dict[tuple[str, str], TaskVector | str], method: str, engine: str
-) -> None:
-    found = cells[method, engine]
+@pytest.mark.parametrize("method", often(MAPS, FEW))
+def test_methods_with_maps_are_the_same_on_every_engine(world: Path, cells: Cells, method: str, engine: str) -> None:
+    whole, found = cells(method)["whole"], cells(method)[engine]
+    assert isinstance(whole, TaskVector)
     assert isinstance(found, TaskVector)
-    assert set(found.deltas) == set(whole[method].deltas)
+    assert set(found.deltas) == set(whole.deltas)
     assert found.norm() > 0
-    assert (found - whole[method]).norm() < EQUAL * whole[method].norm()
+    assert (found - whole).norm() < EQUAL * whole.norm()
+    if method == DEFAULT_METHOD:  # nothing of it is left out
+        record = json.loads((world / f"whole-{method}" / "taskferry.json").read_text())
+        assert record["provenance"]["captures"] == 2
 
 
-@pytest.mark.parametrize("method", OTHERS)
-def test_methods_that_need_whole_models_say_so(cells: dict[tuple[str, str], TaskVector | str], method: str) -> None:
-    assert cells[method, "whole"] == "moved"
+@pytest.mark.parametrize("method", often(OTHERS, FEW))
+def test_methods_that_need_whole_models_say_so(cells: Cells, method: str) -> None:
+    found = cells(method)
+    assert found["whole"] == "moved"
     for engine in ("blockwise", "ranks"):
-        assert f"the method {method} needs both models whole in one process" in str(cells[method, engine])
-    assert f"the method {method} leaves no maps to save" in str(cells[method, "fit + apply"])
+        assert f"the method {method} needs both models whole in one process" in str(found[engine])
+    assert f"the method {method} leaves no maps to save" in str(found["fit + apply"])
 
 
 def test_a_default_that_is_fitted_without_a_reference_says_so(world: Path, tmp_path: Path) -> None:
@@ -180,11 +177,9 @@ def test_a_default_that_is_fitted_without_a_reference_says_so(world: Path, tmp_p
     taskferry("apply", tmp_path / "x.alignment", lora, "--target-base", world / "b", "--out", tmp_path / "out")
 
 
-def test_an_output_of_a_fleet_is_read_like_any_other(
-    world: Path, cells: dict[tuple[str, str], TaskVector | str], tmp_path: Path
-) -> None:
+def test_an_output_of_a_fleet_is_read_like_any_other(world: Path, cells: Cells, tmp_path: Path) -> None:
     """`inspect`, `report` and a `push` that stops before anything is sent."""
-    assert cells
+    assert cells(DEFAULT_METHOD)
     out = tmp_path / "out"
     shutil.copytree(world / "fleet" / f"{DEFAULT_METHOD}--lora", out)
     assert "weights moved at scale 1" in taskferry("inspect", out).out
@@ -194,10 +189,11 @@ def test_an_output_of_a_fleet_is_read_like_any_other(
     assert "HF_HUB_OFFLINE" in told
 
 
-def test_the_page_shows_this_matrix(cells: dict[tuple[str, str], TaskVector | str]) -> None:
+@pytest.mark.every
+def test_the_page_shows_this_matrix(cells: Cells) -> None:
     lines = ["| method | " + " | ".join(ENGINES) + " |", "|---" * (len(ENGINES) + 1) + "|"]
     for name in sorted(methods(), key=lambda name: (name in OTHERS, name)):
-        words = ["yes" if cells[name, engine] == "moved" or not isinstance(cells[name, engine], str) else "refused"
+        words = ["yes" if cells(name)[engine] == "moved" or not isinstance(cells(name)[engine], str) else "refused"
                  for engine in ENGINES]  # fmt: skip
         lines.append(f"| `{name}` | " + " | ".join(words) + " |")
     text = "\n".join(lines)
