@@ -16,14 +16,18 @@ MODELS = {
 PAIR = ("smollm2-135m-instruct", "gemma-3-270m")
 BESIDE = "BiCo, automatic scale"
 TITLES = {"trec": "TREC", "ag_news": "AG News", "snli": "SNLI", "json": "TREC as JSON"}
-LANGUAGE_ROWS = {
-    BESIDE: "+ BiCo, scale chosen on the samples",
+LANGUAGE_WAYS = {
+    BESIDE: "+ BiCo",
     "the default": "+ the default",
-    "refined from the default, 30 steps": "+ the default and `--refine 30`: 30 training steps without labels",
-    "refined, no move, 30 steps": "the same 30 steps from scratch (`--method cold --refine 30`)",
-    "refined, no move, 100 steps": "a hundred such steps from scratch (`--method cold --refine 100`)",
-    "LoRA from scratch, labels, 30 steps": "a new LoRA, 30 steps on the same samples with their labels",
+    "refined from the default, 30 steps": "+ the default, `--refine 30`",
+    "refined, no move, 30 steps": "`--method cold --refine 30`",
+    "refined, no move, 100 steps": "`--method cold --refine 100`",
+    "LoRA from scratch, labels, 30 steps": "new LoRA, 30 steps with labels",
 }
+LEGEND = (
+    "Right answers in %, in brackets CPU-seconds. BiCo has its scale chosen on the samples. `--refine 30` is\n"
+    "30 training steps on the samples without labels, `--method cold` the same from scratch; an empty cell was not run."
+)
 
 
 def language_places(cells: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -65,15 +69,16 @@ def language_numbers(cells: dict[str, Any]) -> dict[str, str]:
     large = (PAIR[0], "qwen2.5-coder-0.5b-instruct")
     places = (
         ("l", "trec", PAIR), ("r", "trec", PAIR[::-1]), ("q", "trec", large),
-        ("a", "ag_news", PAIR), ("s", "snli", PAIR),
+        ("a", "ag_news", PAIR), ("s", "snli", PAIR), ("j", "json", PAIR),
     )  # fmt: skip
     for prefix, task, pair in places:
         draws = all_draws[" ".join([task, *pair])]
         found |= {f"{prefix}_{name}": f"{draws[0][name]:.1f}" for name in ("target", "oracle")}
-        for name, way in zip(("bico", "default", "refined", "cold", "longer", "scratch"), LANGUAGE_ROWS, strict=True):
+        for name, way in zip(("bico", "default", "refined", "cold", "longer", "scratch"), LANGUAGE_WAYS, strict=True):
             scores, costs = of_draws(draws, way)
             found[f"{prefix}_{name}"] = shown(scores)
             found[f"{prefix}_{name}_cpu"] = f"{statistics.mean(costs):.0f}" if costs else ""
+    found["j_valid"] = f"{all_draws[' '.join(['json', *PAIR])][0]['ways']['the default']['valid']:.1f}"
     # Four times as many samples; and the same LoRA under either's answers.
     for name, task, count in (("many", "trec", 400), ("true", "trec+ends", 100), ("teacher", "trec+teacher", 100)):
         cell = cells[" ".join([task, *PAIR, str(count), "0"])]
@@ -95,19 +100,13 @@ def limit_numbers(cells: dict[str, Any]) -> dict[str, str]:
 
 
 def language_table(cells: dict[str, Any]) -> str:
-    """Real language models, a column for each pair and task; short enough for the README."""
-    places = language_places(cells)
-    rows = [["unchanged target", *(shown([draws[0]["target"]]) for draws in places.values())]]
-    rows += [[name, *(shown(*of_draws(draws, way)) for draws in places.values())]
-             for way, name in LANGUAGE_ROWS.items()]  # fmt: skip
-    oracles = [shown([draws[0]["oracle"]], [draws[0]["oracle cpu"]]) for draws in places.values()]
-    rows.append(["a new LoRA on all samples of the task", *oracles])
-    tasks = sorted({TITLES.get(place.split()[0], place.split()[0]) for place in places})
-    pairs = [" → ".join(MODELS.get(name, name) for name in place.split()[1:]) for place in places]
-    if len(tasks) > 1:
-        pairs = [
-            f"{pair}, {TITLES.get(place.split()[0], place.split()[0])}"
-            for pair, place in zip(pairs, places, strict=True)
-        ]
-    title = f"A LoRA that classifies ({', '.join(tasks)}), 100 samples: right answers in % (CPU-seconds)"
-    return common.table([title, *pairs], rows)
+    """Real language models, a row for each pair and task; short enough for the README."""
+    rows = []
+    for place, draws in language_places(cells).items():
+        task, *pair = place.split()
+        named = f"{TITLES[task]}, {' → '.join(MODELS.get(name, name) for name in pair)}"
+        ways = [shown(*of_draws(draws, way)) for way in LANGUAGE_WAYS]
+        oracle = shown([draws[0]["oracle"]], [draws[0]["oracle cpu"]])
+        rows.append([named, shown([draws[0]["target"]]), *ways, oracle])
+    titles = ["a LoRA, from → to, 100 samples", "unchanged target", *LANGUAGE_WAYS.values(), "new LoRA, all samples"]
+    return f"{common.table(titles, rows)}\n\n{LEGEND}"
