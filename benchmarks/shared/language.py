@@ -56,6 +56,12 @@ def of_draws(draws: list[dict[str, Any]], way: str) -> tuple[list[float], list[f
     return [each["score"] for each in run], [each["cpu"] for each in run]
 
 
+def gain_of(draws: list[dict[str, Any]], way: str) -> float:
+    """What share of the oracle's gain in right answers a way has, in the mean of its draws."""
+    target, oracle = draws[0]["target"], draws[0]["oracle"]
+    return float((statistics.mean(of_draws(draws, way)[0]) - target) / (oracle - target))
+
+
 def shown(scores: list[float], costs: list[float] | None = None) -> str:
     """Mean and spread, or the one draw that there is; in brackets what it took."""
     if not scores:
@@ -66,18 +72,22 @@ def shown(scores: list[float], costs: list[float] | None = None) -> str:
 def language_numbers(cells: dict[str, Any]) -> dict[str, str]:
     """Right answers between the two smallest models, for the text of the findings: both ways, and of topics."""
     found, all_draws = {}, language_places(cells)
-    large = (PAIR[0], "qwen2.5-coder-0.5b-instruct")
+    small, larger = "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct"
     places = (
-        ("l", "trec", PAIR), ("r", "trec", PAIR[::-1]), ("q", "trec", large),
+        ("l", "trec", PAIR), ("r", "trec", PAIR[::-1]), ("q", "trec", (PAIR[0], small)),
+        ("b", "trec", (small, larger)),
         ("a", "ag_news", PAIR), ("s", "snli", PAIR), ("j", "json", PAIR),
     )  # fmt: skip
     for prefix, task, pair in places:
         draws = all_draws[" ".join([task, *pair])]
         found |= {f"{prefix}_{name}": f"{draws[0][name]:.1f}" for name in ("target", "oracle")}
+        found[f"{prefix}_oracle_cpu"] = f"{draws[0]['oracle cpu']:.0f}"
         for name, way in zip(("bico", "default", "refined", "cold", "longer", "scratch"), LANGUAGE_WAYS, strict=True):
             scores, costs = of_draws(draws, way)
             found[f"{prefix}_{name}"] = shown(scores)
             found[f"{prefix}_{name}_cpu"] = f"{statistics.mean(costs):.0f}" if costs else ""
+    shares = [gain_of(draws, "the default") for place, draws in all_draws.items() if place.split()[0] == "trec"]
+    found |= {"t_pairs": str(len(shares)), "t_default": f"{100 * statistics.mean(shares):.0f}"}
     found["j_valid"] = f"{all_draws[' '.join(['json', *PAIR])][0]['ways']['the default']['valid']:.1f}"
     # Four times as many samples; and the same LoRA under either's answers.
     for name, task, count in (("many", "trec", 400), ("true", "trec+ends", 100), ("teacher", "trec+teacher", 100)):
