@@ -8,25 +8,26 @@ from typing import Any
 from benchmarks.shared import common
 
 MODELS = {
-    "smollm2-135m-instruct": "SmolLM2-135M",
-    "gemma-3-270m": "Gemma-3-270M",
-    "qwen2.5-coder-0.5b-instruct": "Qwen2.5-Coder-0.5B",
-    "qwen2.5-coder-1.5b-instruct": "Qwen2.5-Coder-1.5B",
+    "smollm2-135m-instruct": "SmolLM2",
+    "gemma-3-270m": "Gemma 3",
+    "qwen2.5-coder-0.5b-instruct": "Qwen 0.5B",
+    "qwen2.5-coder-1.5b-instruct": "Qwen 1.5B",
 }
 PAIR = ("smollm2-135m-instruct", "gemma-3-270m")
 BESIDE = "BiCo, automatic scale"
 TITLES = {"trec": "TREC", "ag_news": "AG News", "snli": "SNLI", "json": "TREC as JSON"}
 LANGUAGE_WAYS = {
-    BESIDE: "+ BiCo",
-    "the default": "+ the default",
-    "refined from the default, 30 steps": "+ the default, `--refine 30`",
-    "refined, no move, 30 steps": "`--method cold --refine 30`",
-    "refined, no move, 100 steps": "`--method cold --refine 100`",
+    BESIDE: "BiCo",
+    "the default": "the default",
+    "refined from the default, 30 steps": "30 steps after it",
+    "refined, no move, 30 steps": "30 steps from scratch",
+    "refined, no move, 100 steps": "100 steps from scratch",
     "LoRA from scratch, labels, 30 steps": "new LoRA, 30 steps with labels",
 }
 LEGEND = (
-    "Right answers in %, in brackets CPU-seconds. BiCo has its scale chosen on the samples. `--refine 30` is\n"
-    "30 training steps on the samples without labels, `--method cold` the same from scratch; an empty cell was not run."
+    "Right answers in %, in brackets CPU-seconds. BiCo has its scale chosen on the samples. Steps are of training on\n"
+    "the samples without labels: `--refine 30`, from scratch `--method cold --refine 30`. An empty cell was not run.\n"
+    "Models: SmolLM2-135M-Instruct, Gemma-3-270M, Qwen2.5-Coder-Instruct."
 )
 
 
