@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from benchmarks.quality import language_models as real
 from benchmarks.quality.language_tasks import BATCH, LENGTH, TASKS
 from benchmarks.shared import common
+from benchmarks.shared.language import share
 from benchmarks.zoo import zoo_data
 from taskferry import TaskVector, load_model, load_tuned
 from taskferry.calibration.batch import IGNORED, Batch, Calibration
@@ -349,7 +350,7 @@ def table(cells: dict[str, Any]) -> str:
     for name in dict.fromkeys(name for rows in found.values() for name in rows):
         keys = [key for key in found if name in found[key] and DEFAULT in found[key]]
         keys = [key for key in keys if cells[key]["oracle"] != cells[key]["target"]]
-        shares = [[real.share(cells[key], found[key][row]["right"]) for key in keys] for row in (name, DEFAULT)]
+        shares = [[share(cells[key], found[key][row]["right"]) for key in keys] for row in (name, DEFAULT)]
         if keys:
             seconds = statistics.mean(found[key][name]["cpu"] for key in keys)
             own = not name.startswith("a limit") and not name.endswith("out of the move")  # cut out of another

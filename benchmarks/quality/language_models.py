@@ -38,6 +38,7 @@ from benchmarks.quality import causal, ways
 from benchmarks.quality import frontier_tables as frontier
 from benchmarks.quality.language_tasks import BATCH, LENGTH, TASKS, Domain
 from benchmarks.shared import common
+from benchmarks.shared.language import share
 from benchmarks.zoo import zoo_data
 from taskferry import TaskVector, load_model, load_tuned
 from taskferry.checkpoints import Loaded, Tuned
@@ -189,12 +190,6 @@ def file_to_file(
         scale = float(outcome.record["verdict"]["scale"])
         found = {"score": score(moved, 1.0), "cpu": round(seconds, 2), "scale": round(scale, 2)}
     return {**found, "engine": settings.engine, "code": way.row.code}
-
-
-def share(cell: dict[str, Any], score: float) -> float:
-    """Of the points that a LoRA trained on the target gains."""
-    gain = cell["oracle"] - cell["target"]
-    return 100 * (score - cell["target"]) / gain if gain else float("nan")  # a quick one may learn nothing
 
 
 def is_domain(key: str) -> bool:

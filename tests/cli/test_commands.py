@@ -18,6 +18,7 @@ from taskferry import Alignment, LowRank, TaskVector
 from taskferry.checkpoints import Skeleton, load_model, load_tuned, read_adapter
 from tests.helpers import folders
 from tests.helpers.command import taskferry
+from tests.helpers.often import often
 from tests.helpers.tiny import gpt2, relative, t5
 
 transformers = pytest.importorskip("transformers")
@@ -174,7 +175,7 @@ def test_shards_and_precision_are_kept(dtype: torch.dtype, world: Path, tmp_path
     assert (tmp_path / "moved" / "tokenizer.json").read_bytes() == (tmp_path / "base" / "tokenizer.json").read_bytes()
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.every), "t5"])
+@pytest.mark.parametrize("name", often(["gpt2", "t5"], ["t5"]))
 def test_tied_weights_stay_tied(name: str, world: Path, tmp_path: Path) -> None:
     build = {"gpt2": gpt2, "t5": t5}[name]
     for folder, width, depth, seed in (("source", 16, 2, 0), ("target", 24, 3, 1)):

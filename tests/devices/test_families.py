@@ -69,7 +69,7 @@ def test_maps_of_every_family(name: str) -> None:
         assert there.identity() == here.identity()
 
 
-@pytest.mark.parametrize("form", ["full", pytest.param("LoRA", marks=pytest.mark.every)])
+@pytest.mark.parametrize("form", often(["full", "LoRA"], ["full"]))
 @pytest.mark.parametrize("method", often(methods(), (DEFAULT_METHOD, "bico", "few-shot")))
 def test_every_method(method: str, form: str) -> None:
     A, B, calibration = both("bert", (16, 2), (16, 2))

@@ -19,6 +19,7 @@ from taskferry.methods import Job, methods
 from taskferry.taskvector import as_dense
 from tests.devices import pretend
 from tests.devices.test_jobs import language, world  # noqa: F401
+from tests.helpers.often import often
 from tests.helpers.tiny import TINY, relative, tuned
 
 
@@ -28,7 +29,7 @@ def peak_of(work: object) -> int:
     return max(device.peak for device in pretend.DEVICES)
 
 
-@pytest.mark.parametrize("method", ["bico", pytest.param("twofold", marks=pytest.mark.every)])
+@pytest.mark.parametrize("method", often(["bico", "twofold"], ["bico"]))
 def test_a_capture_goes_on_in_halves_with_the_same_result(method: str) -> None:
     tiny = TINY["bert"]
     A, B = tiny.model(16, 2, seed=1).double(), tiny.model(24, 3, seed=2).double()
@@ -58,7 +59,7 @@ def test_sums_take_all_of_the_rows_or_none() -> None:
     expected.add(x[:2], y[:2])
     expected.add(x, y)
     sums.add(there[0][:2], there[1][:2])
-    for room in range(0, 4000, 60):
+    for room in range(0, 4000, 24):
         with pretend.limited(pretend.DEVICES[0].used + room, 0):
             try:
                 sums.add(*there)

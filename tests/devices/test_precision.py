@@ -20,6 +20,7 @@ from taskferry.maths.whitening import Whitened
 from taskferry.settings import ApplySettings, load_settings
 from tests.devices import pretend
 from tests.devices.test_jobs import APART, language, texts, weights, world  # noqa: F401
+from tests.helpers.often import often
 from tests.helpers.tiny import TINY, relative, tuned
 
 
@@ -53,7 +54,7 @@ def test_sums_of_half_precision_are_of_float32() -> None:
 
 
 @pytest.mark.parametrize("engine", ["whole", "blockwise"])
-@pytest.mark.parametrize("dtype", ["auto", pytest.param("bfloat16", marks=pytest.mark.every)])
+@pytest.mark.parametrize("dtype", often(["bfloat16", "auto"], ["auto"]))
 def test_a_transfer_in_half_precision(world: Path, tmp_path: Path, dtype: str, engine: str) -> None:  # noqa: F811
     settings = TransferSettings(
         **texts(world, scale=1.0), **APART, dtype=dtype, engine=engine, method="bico", out=tmp_path / "out"

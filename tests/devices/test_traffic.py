@@ -16,6 +16,7 @@ from taskferry.maths.whitening import Whitened
 from taskferry.methods import Job, methods
 from tests.devices import pretend
 from tests.devices.test_families import low_rank
+from tests.helpers.often import often
 from tests.helpers.tiny import TINY, tuned
 
 
@@ -26,7 +27,7 @@ def models(name: str) -> tuple[nn.Module, nn.Module, Calibration]:
 
 
 @pytest.mark.parametrize("sums", ["plain", "whitened"])
-@pytest.mark.parametrize("name", ["bert", "llama", pytest.param("clip", marks=pytest.mark.every)])
+@pytest.mark.parametrize("name", often(["bert", "clip", "llama"], ["bert", "llama"]))
 def test_a_capture_waits_once_a_micro_batch(name: str, sums: str) -> None:
     A, B, calibration = models(name)
     pair = WholePair(A, B, calibration, TINY[name].objective)
@@ -49,7 +50,7 @@ def test_a_capture_waits_once_a_micro_batch(name: str, sums: str) -> None:
     assert statistics.outputs
 
 
-@pytest.mark.parametrize("form", ["LoRA", pytest.param("full", marks=pytest.mark.every)])
+@pytest.mark.parametrize("form", often(["full", "LoRA"], ["LoRA"]))
 def test_apply_does_not_wait(form: str) -> None:
     A, B, calibration = models("bert")
     alignment = WholePair(A, B, calibration, TINY["bert"].objective).fit(
