@@ -103,7 +103,7 @@ def real_pair(pair: str, folder: Path) -> Place:
     A, B = (load_model(str(at) if (at := folder / name).exists() else name) for name in pair.split(":"))
     kept = zoo_data.DATA / "language"
     kept.mkdir(parents=True, exist_ok=True)
-    lora = language_models.tuned(A, kept, "scripture", language_models.PROTOCOL.steps)
+    lora = language_models.tuned(A, kept, "scripture", language_models.TRAINED)
     task = TASKS["scripture"]
     test = batches_of(B, task.questions(task.most))
     return Place((A, B), load_tuned(str(lora), A), task.samples("train"), test, {FREE: KINDS[FREE]}, CUT)

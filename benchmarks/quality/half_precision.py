@@ -63,7 +63,7 @@ def texts(quick: bool) -> tuple[Maker, Score]:
 def language() -> tuple[Maker, Score] | None:
     """Language models, where their folders and the LoRA are there."""
     places = [language_models.HOME / name for name in (language_models.SMOL, language_models.GEMMA)]
-    lora = zoo_data.DATA / "language" / f"{language_models.SMOL}-trec-{language_models.PROTOCOL.steps}"
+    lora = zoo_data.DATA / "language" / f"{language_models.SMOL}-trec-{language_models.TRAINED}-sft"
     if not all(place.exists() for place in (*places, lora)):
         print("no language models: see language_models.py", flush=True)
         return None

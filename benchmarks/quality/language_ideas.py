@@ -307,7 +307,7 @@ def main() -> None:
     options = parser.parse_args()
     started = time.time()
     torch.set_num_threads(1)
-    steps, tested = real.PROTOCOL.steps, real.TEST
+    steps, tested = real.TRAINED, real.TEST
     folder = zoo_data.DATA / ("language-quick" if options.quick else "language")
     folder.mkdir(parents=True, exist_ok=True)
     if options.quick:

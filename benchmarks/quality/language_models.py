@@ -1,16 +1,15 @@
 """Does a LoRA survive the move between real language models: right answers against CPU-seconds.
 
     python benchmarks/quality/language_models.py [--quick] [--json benchmarks/results/language_models.json]
-        [--models FOLDER] [--pairs A:B …] [--tasks NAME …] [--samples data|ends|teacher|generated] [--counts N …]
+        [--models FOLDER] [--pairs A:B …] [--tasks NAME …] [--samples data|teacher|generated] [--counts N …]
         [--seeds N] [--first-seed N] [--ways NAME …] [--statistics-memory GIB] [--engine whole|blockwise] [--shown]
 
-Each model is a folder of FOLDER or a hub name. A LoRA of rank 8 on every projection of the blocks is trained by PEFT on
-all samples of a task, on the source and on the target (the oracle); the target answers 400 other questions. An answer
-is right where it is the likeliest of those that the task has, or for JSON the one that is written; scripture is scored
-by its loss. The calibration samples are questions with their answers,
-questions that the tuned source answers (teacher; its LoRA then learned to end an answer, as in ends), or texts that it
-writes freely (generated). Ways are those of `frontier.py`, each alone and in one thread. Fine-tunes are kept beside the
-other data of the benchmarks, every way of a cell is written when it is done, and a run goes on where an earlier one
+Each model is a folder of FOLDER or a hub name. A LoRA of rank 8 on every projection of the blocks is trained by trl on
+all samples of a task, on the source and on the target (the oracle); the target answers 400 other questions. It
+generates its answers, and one is right where it is the wanted one and ends; scripture is scored by its loss. The
+calibration samples are questions with their answers, questions that the tuned source answers (teacher), or texts that
+it writes freely (generated). Ways are those of `frontier.py`, each alone and in one thread. Fine-tunes are kept beside
+the other data of the benchmarks, every way of a cell is written when it is done, and a run goes on where an earlier one
 stopped. With `--engine blockwise` ways that only move are run file to file, with one block of each model in memory,
 and what `taskferry transfer` has written is scored.
 
@@ -41,18 +40,16 @@ from benchmarks.shared import common
 from benchmarks.shared.language import share
 from benchmarks.zoo import zoo_data
 from taskferry import TaskVector, load_model, load_tuned
+from taskferry.calibration.language import with_template
 from taskferry.checkpoints import Loaded, Tuned
 from taskferry.disk.staging import staged_folder
 from taskferry.engines.pair import Work
-from taskferry.evaluation import Pool
 from taskferry.fitting.generation import draw
-from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.preparation import Prepared, prepare
 from taskferry.jobs.settings import PlanSettings, TransferSettings
 from taskferry.jobs.transfer import transfer
 from taskferry.methods import Job
 from taskferry.settings import CalibrationSettings
-from taskferry.training import FineTuning, finetune
 
 HOME = Path(os.environ.get("TASKFERRY_REAL", Path.home() / ".cache" / "taskferry-real"))
 SMOL, GEMMA = "smollm2-135m-instruct", "gemma-3-270m"
@@ -60,12 +57,14 @@ SMALL, LARGE = "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct"
 PAIRS = ((SMOL, GEMMA), (GEMMA, SMOL), (SMOL, SMALL), (SMALL, LARGE), (LARGE, SMALL))
 TEST = 400
 LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-PROTOCOL = FineTuning(
-    steps=120, batch=8, learning_rate=1e-3, weight_decay=0.0, warmup=10, validation=0.0, every=40, precision="float32"
-)
+TRAINED = 120  # steps of a LoRA on all samples
+PROTOCOL: dict[str, Any] = {
+    "per_device_train_batch_size": 8, "learning_rate": 1e-3, "warmup_steps": 10, "lr_scheduler_type": "cosine",
+    "max_length": 2 * LENGTH, "bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no", "seed": 0,
+    "gradient_checkpointing": False, "disable_tqdm": True, "logging_steps": 20, "dataset_num_proc": None,
+}  # fmt: skip
 STEPS = (10, 30, 100, 300)
-ORIGINS = {"": "labelled", "ends": "labelled, a LoRA that ends its answers", "teacher": "labelled by that tuned source",
-           "generated": "written by the tuned source"}  # fmt: skip
+ORIGINS = {"": "labelled", "teacher": "labelled by the tuned source", "generated": "written by the tuned source"}
 WAYS: dict[str, ways.Way] = {
     "THESEUS": ways.Way("theseus", auto=True),
     "BiCo at scale 1": ways.Way("bico"),
@@ -80,37 +79,43 @@ WAYS: dict[str, ways.Way] = {
 }  # fmt: skip
 
 
+FACTS = {"begins": "begun right", "stopped": "stopped", "valid_json": "valid JSON"}
 Score = Callable[[TaskVector, float], float]
 
 
-def tuned(loaded: Loaded, folder: Path, task: str, steps: int, ends: bool = False) -> Path:
-    """A LoRA on all samples of a task, trained once; its seconds stand beside it. One that `ends` stops by itself."""
-    out = folder / f"{Path(loaded.given).name}-{task}-{steps}{'-ends' if ends else ''}"
+def tuned(loaded: Loaded, folder: Path, task: str, steps: int) -> Path:
+    """A LoRA on all samples of a task, trained once by trl as it does by itself; its seconds stand beside it."""
+    out = folder / f"{Path(loaded.given).name}-{task}-{steps}-sft"
     if not out.exists():
+        import datasets
         import peft
+        import trl
 
         torch.manual_seed(0)
         model = peft.get_peft_model(loaded.model, peft.LoraConfig(**LORA))
-        end = str(loaded.tokenizer().eos_token) if ends else ""
-        data = Pool(TASKS[task].samples("train", end), loaded, max_length=LENGTH)
-        started = time.process_time()
-        protocol = PROTOCOL.model_copy(update={"steps": steps})
-        finetune(model, data, LanguageModel(), protocol, folder=folder / f"training-{out.name}")
-        seconds = time.process_time() - started
+        with TemporaryDirectory() as scratch:
+            arguments = trl.SFTConfig(output_dir=scratch, max_steps=steps, **PROTOCOL)
+            rows = datasets.Dataset.from_list(list(map(halves, TASKS[task].samples("train").rows)))
+            trainer = trl.SFTTrainer(model, arguments, train_dataset=rows, processing_class=loaded.tokenizer())
+            started = time.process_time()
+            trainer.train()
+            seconds = time.process_time() - started
         with staged_folder(out) as stage:
             model.save_pretrained(stage)
             (stage / "cost.json").write_text(json.dumps({"cpu": round(seconds, 1)}) + "\n")
         model.unload()
-        for parameter in loaded.model.parameters():
-            parameter.requires_grad_(True)
+        loaded.model.eval().requires_grad_(True)
     return out
 
 
-def calibration_of(models: tuple[Loaded, Loaded], change: Tuned, name: str, count: int, seed: int) -> Prepared:
-    """Of "trec" with the data's answers, "trec+teacher" with the tuned source's, "trec+generated" written by it.
+def halves(row: dict[str, Any]) -> dict[str, Any]:
+    """A chat as trl takes it, for a loss on the answer alone."""
+    messages = row.get("messages")
+    return row if messages is None else {"prompt": messages[:-1], "completion": messages[-1:]}
 
-    Of "trec+ends" with the data's, moved from the source that answers in "trec+teacher": what its answers cost.
-    """
+
+def calibration_of(models: tuple[Loaded, Loaded], change: Tuned, name: str, count: int, seed: int) -> Prepared:
+    """Of "trec" with the data's answers, "trec+teacher" with the tuned source's, "trec+generated" written by it."""
     task, _, origin = name.partition("+")
     given: dict[str, Any] = {"samples": count, "seed": seed, "micro_batch": BATCH, "max_length": LENGTH}
     samples = TASKS[task].samples("train")
@@ -128,8 +133,8 @@ def run_cell(
     """Every way that is not known yet; yields after each."""
     A, B = models
     task = name.partition("+")[0]
-    ends = name.endswith(("+teacher", "+ends"))  # a source that answers has to know when to stop
-    teacher = tuned(A, folder, task, steps, ends)
+    with_template(B.tokenizer(), A.tokenizer())  # the oracle learns chats in the form that is moved
+    teacher = tuned(A, folder, task, steps)
     change = load_tuned(str(teacher), A)
     test = TASKS[task].questions(tested)
     last: dict[str, float] = {}
@@ -241,10 +246,11 @@ def table(cells: dict[str, Any]) -> str:
 
         def shown(score: float, facts: dict[str, Any], key: str = key, begin: str = "") -> list[str]:
             right = "" if is_domain(key) else f"{score:.1f}"
-            valid = f" ({facts[begin + 'valid']:.0f} are JSON)" if begin + "valid" in facts else ""
-            return [right + valid, f"{facts.get(begin + 'loss', 0):.2f}"]
+            more = (f"{facts[begin + name]:.1f}" if begin + name in facts else "" for name in FACTS)
+            return [right, *more, f"{facts.get(begin + 'loss', 0):.2f}"]
 
-        rows.append([*where, "target", *shown(cell["target"], cell, begin="target "), "", ""])
+        rows.append([*where, "tuned source", *shown(cell["source"], cell, begin="source "), "", ""])
+        rows.append(["", "", "", "target", *shown(cell["target"], cell, begin="target "), "", ""])
         for name in WAYS:
             way = cell["ways"].get(name, {})
             if "score" in way:
@@ -253,7 +259,18 @@ def table(cells: dict[str, Any]) -> str:
         rows.append(["", "", "", "LoRA of all samples on the target (oracle)",
                      *shown(cell["oracle"], cell, begin="oracle "), "100 %", f"{cell['oracle cpu']:.0f}"])  # fmt: skip
     every = common.table(
-        ["", "samples", "N", "way", "right answers", "loss", "share of the oracle's gain", "CPU-seconds"], rows
+        [
+            "",
+            "samples",
+            "N",
+            "way",
+            "right answers",
+            *FACTS.values(),
+            "loss",
+            "share of the oracle's gain",
+            "CPU-seconds",
+        ],
+        rows,
     )
     return f"{summary(cells)}\n\n{curves(cells)}{every}"
 
@@ -265,7 +282,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=HOME, help="where the folders of the models are")
     parser.add_argument("--pairs", nargs="+", type=lambda pair: tuple(pair.split(":")), default=PAIRS, metavar="A:B")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--samples", choices=("data", "ends", "teacher", "generated"), default="data", dest="origin")
+    parser.add_argument("--samples", choices=("data", "teacher", "generated"), default="data", dest="origin")
     parser.add_argument("--counts", nargs="+", type=int, default=(100,))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0, help="leave out the draws before this one")
@@ -280,7 +297,7 @@ def main() -> None:
     by_block = options.engine == "blockwise"
     if by_block and (options.origin != "data" or any(way.kind != "moved" for way in wanted.values())):
         parser.error("--engine blockwise runs ways that only move, on labelled samples: name them with --ways")
-    steps, tested = PROTOCOL.steps, TEST
+    steps, tested = TRAINED, TEST
     if options.quick:
         from taskferry.example import FILES
 

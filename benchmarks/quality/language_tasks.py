@@ -1,11 +1,11 @@
-"""What real language models are tuned on and scored by: answers in words, an answer as JSON, and a domain by its loss.
+"""What real language models are tuned on and scored by: answers in words, as JSON, in a chat, and a domain by its loss.
 
 >>> task = TASKS["trec"]
->>> task.samples("train")                                 # prompts with completions, or passages
+>>> task.samples("train")                                 # prompts with completions, chats, or passages
 >>> task.score(loaded, task.questions(400), change, 1.0)   # Scored(right=…, loss=…)
 
-An answer in words is right where it is the likeliest of those that the task has. An answer as JSON is written greedily
-and is right where it can be read, has both keys, and names the class. A domain has no answers: its score is the loss.
+A model generates its answer, greedily. It is right where it is the wanted one and the model ended it by itself. A
+domain has no answers: its score is the loss.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from benchmarks.zoo import zoo_data
 from taskferry import TaskVector, load_samples
 from taskferry.calibration.batch import Batch
 from taskferry.calibration.data import Samples
+from taskferry.calibration.forms import Kind
+from taskferry.calibration.language import segments_of
 from taskferry.checkpoints import Loaded
 from taskferry.evaluation import Pool, evaluate
+from taskferry.fitting.answers import answers_of
 from taskferry.fitting.objectives import LanguageModel
 from taskferry.fitting.scale import moved_by
-from taskferry.fitting.teacher import written
 
 LENGTH, BATCH = 96, 20
-WRITTEN = 24  # tokens of an answer that is written
-GREEDY = 1e-4  # a temperature at which the likeliest token is drawn
 
 
 @dataclass(frozen=True)
 class Scored:
     """Of a model on a task; what has answers is told in per cent."""
 
-    right: float | None
+    right: float | None  # generated, the wanted answer and no more
     loss: float
-    valid: float | None = None  # answers that are JSON with both keys
+    answers: dict[str, float] = field(default_factory=dict)  # begun right, stopped, valid JSON
 
     @property
     def score(self) -> float:
@@ -48,7 +48,7 @@ class Scored:
 
     def facts(self) -> dict[str, float]:
         """Beside the score."""
-        return {"loss": self.loss, **({} if self.valid is None else {"valid": self.valid})}
+        return {"loss": self.loss, **self.answers}
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,24 @@ class Task:
     prompt: str
     answers: tuple[str, ...]
     most: int = 400  # test questions
+    length: int = 16  # tokens of an answer, at most
+    kind: Kind = "prompt"
 
-    def samples(self, split: str, end: str = "") -> Samples:
-        """Prompts and completions; `end` closes an answer, for a model that is to stop there."""
+    def samples(self, split: str) -> Samples:
+        """Prompts and completions."""
         given = load_samples(str(common.need_shared() / "data" / self.data), split=split)
         rows = [
-            {
-                "prompt": self.prompt.format(text=row["text"].strip(), text_pair=(row.get("text_pair") or "").strip()),
-                "completion": " " + self.answer(row["text"], int(row["label"])) + end,
-            }
+            self.row(
+                self.prompt.format(text=row["text"].strip(), text_pair=(row.get("text_pair") or "").strip()),
+                self.answer(row["text"], int(row["label"])),
+            )
             for row in given.rows
         ]
-        return replace(given, kind="prompt", rows=rows, labels=None, classes=())
+        return replace(given, kind=self.kind, rows=rows, labels=None, classes=())
+
+    def row(self, prompt: str, answer: str) -> dict[str, Any]:
+        """A sample as a file has it."""
+        return {"prompt": prompt, "completion": f" {answer}"}
 
     def answer(self, text: str, label: int) -> str:  # noqa: ARG002
         """What is written behind the prompt."""
@@ -90,8 +96,10 @@ class Task:
 
     def of(self, loaded: Loaded, test: Samples) -> Scored:
         """Of a model as it is."""
-        found = evaluate(loaded.model, batches_of(loaded, test), LanguageModel())
-        return Scored(round(float(found.right or 0.0), 2), round(found.loss, 3))
+        loss = evaluate(loaded.model, batches_of(loaded, test), LanguageModel()).loss
+        asked = [segments_of(row) for row in test.rows]
+        facts = answers_of(loaded.model, loaded.tokenizer(), asked, length=self.length, batch=BATCH).facts()
+        return Scored(facts.pop("exact"), round(loss, 3), facts)
 
 
 @dataclass(frozen=True)
@@ -99,23 +107,20 @@ class InJson(Task):
     """The class and the first word of the question, as a JSON object."""
 
     most: int = 200
+    length: int = 48
 
     def answer(self, text: str, label: int) -> str:
         return json.dumps({"type": self.answers[label], "first": first_word(text)})
 
-    def of(self, loaded: Loaded, test: Samples) -> Scored:
-        found = evaluate(loaded.model, batches_of(loaded, test), LanguageModel())
-        valid = right = 0
-        for start in range(0, len(test), BATCH):
-            rows = test.rows[start : start + BATCH]
-            answers = written(loaded.model, loaded.tokenizer(), [row["prompt"] for row in rows], length=WRITTEN,
-                              temperature=GREEDY, keep=LENGTH)  # fmt: skip
-            for row, answer in zip(rows, answers, strict=True):
-                read, meant = read_json(answer), json.loads(row["completion"])
-                valid += read is not None
-                right += read == meant
-        share = 100 / len(test)
-        return Scored(round(share * right, 2), round(found.loss, 3), round(share * valid, 2))
+
+@dataclass(frozen=True)
+class Chat(Task):
+    """The question asked by a user, the class answered by the assistant."""
+
+    kind: Kind = "messages"
+
+    def row(self, prompt: str, answer: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ class Domain(Task):
     answers: tuple[str, ...] = field(default=())
     most: int = 100
 
-    def samples(self, split: str, end: str = "") -> Samples:  # noqa: ARG002
+    def samples(self, split: str) -> Samples:
         """Of the first books to train on, and of the last to score."""
         folder = zoo_data.DATA / "language-texts" / self.data
         if not (folder / "test.jsonl").exists():
@@ -150,16 +155,7 @@ def first_word(text: str) -> str:
     return next(iter(re.findall(r"\w+", text)), "")
 
 
-def read_json(answer: str) -> dict[str, Any] | None:
-    """The object that an answer begins with, where it has both keys."""
-    try:
-        found, _ = json.JSONDecoder().raw_decode(answer.strip())
-    except json.JSONDecodeError:
-        return None
-    return found if isinstance(found, dict) and set(found) == {"type", "first"} else None
-
-
-KINDS = ("abbreviation", "entity", "description", "human", "location", "number")
+KINDS = ("description", "entity", "abbreviation", "human", "location", "number")
 TASKS: dict[str, Task] = {
     "trec": Task("TREC", "trec", "Question: {text}\nAnswer type:", KINDS),
     "emotion": Task("emotion", "emotion", "Message: {text}\nFeeling:",
@@ -168,5 +164,6 @@ TASKS: dict[str, Task] = {
     "snli": Task("SNLI", "snli", "Premise: {text}\nHypothesis: {text_pair}\nRelation:",
                  ("entailment", "neutral", "contradiction")),
     "json": InJson("TREC as JSON", "trec", "Question: {text}\nAs JSON:", KINDS),
+    "chat": Chat("TREC as a chat", "trec", "Which type has the answer to this question? {text}", KINDS),
     "scripture": Domain("scripture", "scripture"),
 }  # fmt: skip

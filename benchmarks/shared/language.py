@@ -14,20 +14,17 @@ MODELS = {
     "qwen2.5-coder-1.5b-instruct": "Qwen 1.5B",
 }
 PAIR = ("smollm2-135m-instruct", "gemma-3-270m")
-BESIDE = "BiCo, automatic scale"
-TITLES = {"trec": "TREC", "ag_news": "AG News", "snli": "SNLI", "json": "TREC as JSON"}
+TITLES = {"trec": "TREC", "chat": "TREC as a chat", "json": "TREC as JSON", "ag_news": "AG News", "snli": "SNLI"}
 LANGUAGE_WAYS = {
-    BESIDE: "BiCo",
     "the default": "the default",
     "refined from the default, 30 steps": "30 steps after it",
     "refined, no move, 30 steps": "30 steps from scratch",
-    "refined, no move, 100 steps": "100 steps from scratch",
-    "LoRA from scratch, labels, 30 steps": "new LoRA, 30 steps with labels",
 }
+FACTS = {"score": "right", "begins": "begun right", "stopped": "stopped", "valid_json": "valid JSON"}
 LEGEND = (
-    "Right answers in %, in brackets CPU-seconds. BiCo has its scale chosen on the samples. Steps are of training on\n"
-    "the samples without labels: `--refine 30`, from scratch `--method cold --refine 30`. An empty cell was not run.\n"
-    "Models: SmolLM2-135M-Instruct, Gemma-3-270M, Qwen2.5-Coder-Instruct."
+    "Right answers in %: generated, as wanted, and ended by the model itself; in brackets CPU-seconds. Steps are of\n"
+    "training on the samples without labels: `--refine 30`, from scratch `--method cold --refine 30`.\n"
+    "Models: SmolLM2-135M-Instruct, Gemma-3-270M (no chat template of its own), Qwen2.5-Coder-Instruct."
 )
 
 
@@ -71,32 +68,11 @@ def shown(scores: list[float], costs: list[float] | None = None) -> str:
 
 
 def language_numbers(cells: dict[str, Any]) -> dict[str, str]:
-    """Right answers of every pair and task, for the text of the findings."""
-    found, all_draws = {}, language_places(cells)
-    small, larger = "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct"
-    places = (
-        ("l", "trec", PAIR), ("r", "trec", PAIR[::-1]), ("q", "trec", (PAIR[0], small)),
-        ("b", "trec", (small, larger)),
-        ("a", "ag_news", PAIR), ("s", "snli", PAIR), ("j", "json", PAIR),
-    )  # fmt: skip
-    for prefix, task, pair in places:
-        draws = all_draws[" ".join([task, *pair])]
-        found |= {f"{prefix}_{name}": f"{draws[0][name]:.1f}" for name in ("target", "oracle")}
-        found[f"{prefix}_oracle_cpu"] = f"{draws[0]['oracle cpu']:.0f}"
-        for name, way in zip(("bico", "default", "refined", "cold", "longer", "scratch"), LANGUAGE_WAYS, strict=True):
-            scores, costs = of_draws(draws, way)
-            found[f"{prefix}_{name}"] = shown(scores)
-            found[f"{prefix}_{name}_cpu"] = f"{statistics.mean(costs):.0f}" if costs else ""
-    pairs = [draws for place, draws in all_draws.items() if place.split()[0] == "trec"]
-    shares = [share(draws[0], statistics.mean(of_draws(draws, "the default")[0])) for draws in pairs]
-    found |= {"t_pairs": str(len(shares)), "t_default": f"{statistics.mean(shares):.0f}"}
-    found["j_valid"] = f"{all_draws[' '.join(['json', *PAIR])][0]['ways']['the default']['valid']:.1f}"
-    # Four times as many samples; and the same LoRA under either's answers.
-    for name, task, count in (("many", "trec", 400), ("true", "trec+ends", 100), ("teacher", "trec+teacher", 100)):
-        cell = cells[" ".join([task, *PAIR, str(count), "0"])]
-        found[f"l_{name}"] = shown(of_draws([cell], "the default")[0])
-    for name, way in (("theseus", "THESEUS"), ("paper", "BiCo at scale 1")):
-        found[f"l_{name}"] = shown(of_draws(all_draws[" ".join(["trec", *PAIR])], way)[0])
+    """The numbers that the findings tell of one pair."""
+    draws = language_places(cells)[" ".join(["trec", *PAIR])]
+    found = {f"l_{name}": f"{draws[0][name]:.1f}" for name in ("target", "oracle", "source")}
+    for name, way in zip(("default", "refined", "cold"), LANGUAGE_WAYS, strict=True):
+        found[f"l_{name}"] = shown(*of_draws(draws, way))
     return found
 
 
@@ -115,10 +91,29 @@ def language_table(cells: dict[str, Any]) -> str:
     """Real language models, a row for each pair and task; short enough for the README."""
     rows = []
     for place, draws in language_places(cells).items():
-        task, *pair = place.split()
-        named = f"{TITLES[task]}, {' → '.join(MODELS.get(name, name) for name in pair)}"
         ways = [shown(*of_draws(draws, way)) for way in LANGUAGE_WAYS]
         oracle = shown([draws[0]["oracle"]], [draws[0]["oracle cpu"]])
-        rows.append([named, shown([draws[0]["target"]]), *ways, oracle])
+        rows.append([_named(place), shown([draws[0]["target"]]), *ways, oracle])
     titles = ["a LoRA, from → to, 100 samples", "unchanged target", *LANGUAGE_WAYS.values(), "new LoRA, all samples"]
     return f"{common.table(titles, rows)}\n\n{LEGEND}"
+
+
+def ends_table(cells: dict[str, Any]) -> str:
+    """How the answers of the first draw are, and whether they end: of the tuned source, and of what was made of it."""
+    rows = []
+    for place, draws in language_places(cells).items():
+        for start, name in ((_named(place), "source"), ("", "target"), ("", "oracle")):
+            facts = {fact: draws[0].get(f"{name} {fact}") for fact in FACTS} | {"score": draws[0][name]}
+            rows.append([start, {"source": "tuned source", "oracle": "new LoRA, all samples"}.get(name, name), facts])
+        ways = {words: draws[0]["ways"].get(way, {}) for way, words in LANGUAGE_WAYS.items()}
+        rows[-1:-1] = [["", words, way] for words, way in ways.items() if "score" in way]
+    shown_rows = [
+        [place, who, *("" if facts.get(name) is None else f"{facts[name]:.1f}" for name in FACTS)]
+        for place, who, facts in rows
+    ]
+    return common.table(["", "% of the answers", *FACTS.values()], shown_rows)
+
+
+def _named(place: str) -> str:
+    task, *pair = place.split()
+    return f"{TITLES[task]}, {' → '.join(MODELS.get(name, name) for name in pair)}"

@@ -326,6 +326,8 @@ def with_tables(page: Path) -> str:
         found["stages"] = stages(results)
     if "<!-- language -->" in text and (results := read("language_models")):
         found["language"] = language_table(results)
+    if "<!-- ends -->" in text and (results := read("language_models")):
+        found["ends"] = ends_table(results)
     if "<!-- refining -->" in text and (results := read("frontier")):
         found["refining"] = steps_table(results)
     for name, table in found.items():

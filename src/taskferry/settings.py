@@ -258,6 +258,9 @@ class EvaluateSettings(PlaceSettings):
     templates: Templates = Field(["a photo of a {}."], description="prompts of a zero-shot head; {} is the class")
     max_length: int = Field(128, ge=2, description="longest text in tokens; longer ones are cut")
     micro_batch: int = MICRO_BATCH
+    quick: bool = Field(
+        False, description="one pass over prompt and answer in place of generating: the likeliest token at each place"
+    )
     card: Path | None = Field(None, description="an output folder whose model card takes the score")
 
     @model_validator(mode="after")

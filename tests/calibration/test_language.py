@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,9 +13,12 @@ from taskferry.calibration.language import (
     Segment,
     differ_in_spaces,
     language_calibration,
+    prompt_of,
     rendered_chat,
     sequence_calibration,
+    with_template,
 )
+from taskferry.calibration.vocabulary import translation
 from tests.helpers.texts import train
 
 ByteLevel = pytest.importorskip("tokenizers.processors").ByteLevel
@@ -105,3 +110,58 @@ def test_texts_that_were_cut_are_counted() -> None:
     assert language_calibration(plain, A, max_length=4096).filled(4096) == 0
     answers = [[Segment("Yes?", counted=False), Segment(text)] for text in texts]
     assert sequence_calibration(answers, A, max_length=length).filled(length) == 2
+
+
+def ended(tokenizer: Any, rows: list[list[Segment]], other: Any = None) -> list[list[int]]:
+    """The counted tokens of each sample, with ends, for one model and the other."""
+    calibration = language_calibration(rows, tokenizer, other, ends=True)
+    return [[ids[ids != IGNORED].tolist() for ids in batch.inputs["labels"]][0] for batch in calibration.pairs[0]]
+
+
+def with_end(kind: str, end: str, template: str | None = None) -> Any:
+    tokenizer = train(kind)
+    tokenizer.add_special_tokens({"eos_token": end})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_an_answer_counts_its_end_each_model_its_own() -> None:
+    A, B = with_end("bytes", "<|im_end|>"), with_end("pieces", "</done>")
+    prompt = [[Segment("Which letter?", False), Segment(" a quay")]]
+    plain = [each[:-1] for each in ended(A, prompt, B)]
+    ((one, other),) = language_calibration(prompt, A, B).pairs
+    assert plain == [batch.inputs["labels"][batch.inputs["labels"] != IGNORED].tolist() for batch in (one, other)]
+    assert [each[-1] for each in ended(A, prompt, B)] == [A.eos_token_id, B.eos_token_id]
+    ((one, other),) = language_calibration(prompt, A, B, ends=True).pairs
+    spans = [b.spans["tokens"][0][b.inputs["labels"][0] != IGNORED][-1].tolist() for b in (one, other)]
+    assert spans[0] == spans[1]  # so that they are paired
+    assert spans[0][1] - spans[0][0] == 1
+    texts = [[Segment("The ferry leaves.")]]
+    assert A.eos_token_id not in ended(A, texts)[0]  # a plain text has no answer
+    twice = [[Segment("Which letter?", False), Segment(" a quay<|im_end|>")]]
+    assert ended(A, twice)[0].count(A.eos_token_id) == 1
+
+
+def test_the_end_of_a_turn_is_the_template_s_own() -> None:
+    chat = [[Segment("Which letter?", False, "user"), Segment("a", True, "assistant")]]
+    tokenizer = with_end("bytes", "</done>", CHATML)
+    assert ended(tokenizer, chat)[0][-1] == tokenizer.eos_token_id  # <|im_end|> is text here, and ends nothing
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    assert ended(tokenizer, chat)[0][-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert prompt_of(tokenizer, chat[0]).endswith("<|im_start|>assistant\n")
+
+
+def test_a_borrowed_template_ends_turns_by_the_borrower_s_end() -> None:
+    A, B = with_end("bytes", "<|im_end|>", CHATML), with_end("pieces", "</done>")
+    chat = [[Segment("Which letter?", False, "user"), Segment("a", True, "assistant")]]
+    with pytest.raises(TaskferryError, match="has no chat template"):
+        language_calibration(chat, A, B)
+    assert with_template(B, A)
+    assert not with_template(B, A)  # it has one now
+    text, _ = rendered_chat(B, chat[0])
+    assert text == "<|im_start|>user\nWhich letter?</done>\n<|im_start|>assistant\na</done>\n"
+    assert ended(A, chat, B)[1][-1] == B.eos_token_id
+    calibration = language_calibration(chat, A, B, ends=True)
+    assert calibration.ends == (A.eos_token_id, B.eos_token_id)
+    table = translation(calibration.tokenizers, calibration.ends)
+    assert int(table[A.eos_token_id]) == B.eos_token_id

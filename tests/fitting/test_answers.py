@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from taskferry import Calibration, LanguageModel, TaskVector, evaluate
+from taskferry import LanguageModel, evaluate
 from taskferry.calibration.batch import IGNORED, Batch
-from taskferry.engines.whole import WholePair
-from taskferry.fitting.answers import Answers
+from taskferry.calibration.language import Segment
+from taskferry.checkpoints import load_model
+from taskferry.fitting.answers import Answers, Score, answers_of, choices_of, gain
 from taskferry.fitting.language import is_language_class, predicted
+from taskferry.fitting.teacher import Written
 from tests.helpers import folders, tiny
 from tests.helpers.command import taskferry
 
@@ -97,21 +98,71 @@ def test_free_answers_have_no_set_and_texts_no_answer() -> None:
     assert evaluate(given, texts, LanguageModel()).exact is None
 
 
-def test_the_set_is_that_of_all_samples_though_a_part_judges() -> None:
-    """Every other sample has the third answer: the half that judges lacks it, and is scored among all three."""
-    mixed = []
-    for number, batch in enumerate(asked(24)):
-        order = [0, 2, 1, 5, 3, 2, 4, 5]  # of two answers, with the third between them
-        mixed.append(replace(batch.take(order), ids=tuple(range(8 * number, 8 * number + 8))))
-    pair = WholePair(model(0), model(1), Calibration(zip(mixed, mixed, strict=True)))
-    folded = pair.with_calibration(pair.calibration.in_folds(2, enough=16))
-    assert folded.calibration.judged == 1
-    found = folded.answers([TaskVector({})])
-    assert found is not None
-    for counts in found:
-        assert counts.choices is not None
-        assert counts.choices.tolist() == [5, 7, 11]
-        assert counts.samples == 16
+def scored(*said: tuple[str, str, bool], choices: frozenset[str] = frozenset()) -> Score:
+    """(wanted, written, stopped) of each sample."""
+    return Score(tuple(w for w, _, _ in said), tuple(Written(text, stop) for _, text, stop in said), choices)
+
+
+def test_an_answer_is_exact_where_it_is_the_wanted_one_and_ends() -> None:
+    score = scored(("login", " login", True), ("login", " login login", False), ("login", " login", False))
+    assert score.exact_each == [True, False, False]
+    assert (score.exact, score.stopped, score.begins, score.valid) == (100 / 3, 100 / 3, None, None)
+    few = scored(("login", " login login", False), ("out", "outside", True), ("outside", "outside.", True),
+                 choices=frozenset(("login", "out", "outside")))  # fmt: skip
+    assert few.begins_each == [True, False, True]
+    assert few.right(ends=False) == pytest.approx(200 / 3)
+    assert few.right() == 0
+
+
+def test_json_is_right_as_a_value() -> None:
+    wanted = '{"type": "human", "first": "Who"}'
+    said = ['{"first":"Who","type":"human"}', wanted + " {", '{"type": "human"}', "human"]
+    score = scored(*((wanted, text, True) for text in said))
+    assert score.exact_each == [True, False, False, False]
+    assert score.valid == 50
+    assert scored(("7", "7", True), ("x", "x", True)).valid is None  # a number alone is no form
+
+
+def test_few_answers_that_come_again_are_a_set() -> None:
+    assert choices_of([" a", "b"] * 3) == {"a", "b"}
+    assert choices_of(["a", "b"] * 2) == choices_of(["a"] * 9) == choices_of([str(i) for i in range(200)]) == set()
+
+
+def test_a_gain_has_an_interval() -> None:
+    """Against the published form of it, and with its sense: no change and small samples show nothing."""
+    n, won, lost = 50, 12, 3
+    before = [False] * won + [True] * lost + [True] * (n - won - lost)
+    after = [True] * won + [False] * lost + [True] * (n - won - lost)
+    points, low, high = gain(before, after)
+    assert points == pytest.approx(18)
+    mean = (won - lost) / (n + 2)
+    half = 1.96 * ((won + lost + 1 - (won - lost) ** 2 / (n + 2)) ** 0.5) / (n + 2)
+    assert (low, high) == pytest.approx((100 * (mean - half), 100 * (mean + half)))
+    assert gain(after, before)[1:] == pytest.approx((-high, -low))
+    same = gain([True, False] * 5, [True, False] * 5)
+    assert same[0] == 0
+    assert same[1] < 0 < same[2]
+    assert gain([False] * 2, [True] * 2)[1] < 0 < gain([False] * 20, [True] * 20)[1]
+
+
+@torch.no_grad()
+def test_generating_is_decoding_token_by_token(tmp_path: Path) -> None:
+    """Batches, padding and the cache change nothing; the end is the model's own, and the bound is kept."""
+    folder = folders.causal(tmp_path / "a", "LlamaForCausalLM", 16, 2, 1, "bytes")
+    loaded = load_model(str(folder))
+    tokenizer = loaded.tokenizer()
+    rows = [[Segment(f"The ferry {'leaves ' * i}", False), Segment(" at dawn")] for i in range(7)]
+    score = answers_of(loaded.model, tokenizer, rows, length=6, batch=3)
+    for row, found in zip(rows, score.written, strict=True):
+        ids = tokenizer(row[0].text, return_tensors="pt")["input_ids"][:, :-1]  # it ends every text
+        new: list[int] = []
+        while len(new) < 6 and tokenizer.eos_token_id not in new:
+            read = torch.cat([ids, torch.tensor([new], dtype=torch.long)], 1)
+            new.append(int(loaded.model(input_ids=read).logits[0, -1].argmax()))
+        assert found.stopped == (new[-1] == tokenizer.eos_token_id)
+        whole = [*ids[0].tolist(), *new[: len(new) - found.stopped]]
+        assert row[0].text + found.text == tokenizer.decode(whole, skip_special_tokens=True)
+    assert len(score.written) == 7
 
 
 def test_evaluate_and_the_verdict_say_them(tmp_path: Path) -> None:
@@ -121,23 +172,36 @@ def test_evaluate_and_the_verdict_say_them(tmp_path: Path) -> None:
     rows = [{"prompt": f"The ferry leaves {i} ", "completion": ("dawn", "night", "harbour")[i % 3]} for i in range(18)]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    quick = taskferry("evaluate", base, "--test", data, "--quick", "--json").json
+    assert quick["right"] is not None
+    assert quick["stopped"] is None
+    shown = taskferry("evaluate", base, "--test", data, "--quick").out
+    assert "not generated" in shown
     score = taskferry("evaluate", base, "--test", data, "--json").json
-    assert score["right"] is not None
-    assert score["exact"] is not None
-    assert "right answers" in taskferry("evaluate", base, "--test", data).out
+    assert score["right"] is None  # a name for one thing
+    assert None not in (score["exact"], score["begins"], score["stopped"])
+    shown = taskferry("evaluate", base, "--test", data).out
+    assert "exact answers" in shown
+    assert "stopped" in shown
+    given = ["transfer", "--source-base", base, "--source-tuned", tmp_path / "lora", "--target-base", other,
+             "--calibration", data, "--scale", 1, "--force"]  # fmt: skip
     out = tmp_path / "out"
-    taskferry("transfer", "--source-base", base, "--source-tuned", tmp_path / "lora", "--target-base", other,
-              "--calibration", data, "--scale", 1, "--method", "bico", "--out", out)  # fmt: skip
-    told = json.loads((out / "taskferry.json").read_text())["verdict"]
-    assert len(told["right_answers"]) == len(told["exact_answers"]) == 2
-    assert "Right answers among the 3 in the samples" in told["sentence"]
-    taskferry("transfer", "--source-base", base, "--source-tuned", tmp_path / "lora", "--target-base", other,
-              "--calibration", data, "--scale", 1, "--out", tmp_path / "default")  # fmt: skip
-    told = json.loads((tmp_path / "default" / "taskferry.json").read_text())["verdict"]
-    scored = taskferry("evaluate", other, "--add", tmp_path / "default", "--test", data, "--json").json
-    assert told["right_answers"][1] == pytest.approx(scored["right"])  # of the change that is written, on all samples
+    ran = taskferry(*given, "--out", out)
+    answers = json.loads((out / "taskferry.json").read_text())["verdict"]["answers"]
+    assert (answers["samples"], answers["held_out"]) == (18, False)  # maps at a given scale are of all samples
+    assert "18 calibration samples: " in " ".join(ran.out.split())
+    for who, scale in (("before", []), ("moved", ["--add", out])):
+        found = taskferry("evaluate", other, *scale, "--test", data, "--json").json
+        assert found["stopped"] == answers[who]["stopped"]  # a random model never ends
+    for which in answers["examples"]:
+        assert which["prompt"].startswith("The ferry leaves")
+    assert "tuned source" in ran.out
+    card = (out / "README.md").read_text()
+    assert "## Answers" in card
     taskferry("report", out, "--out", tmp_path / "page.html")
-    assert "Right answers" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "What it answers" in page
+    assert "Right answers" in page
 
 
 def test_classes_that_predict_tokens_are_known_by_their_names() -> None:

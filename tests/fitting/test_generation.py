@@ -17,7 +17,7 @@ from taskferry.checkpoints import Loaded, Tuned, load_model, load_tuned
 from taskferry.errors import TaskferryError
 from taskferry.fitting import generation
 from taskferry.fitting.generation import BATCH, Drawn, draw
-from taskferry.fitting.teacher import complete, teacher_model, written
+from taskferry.fitting.teacher import teacher_model, written
 from taskferry.jobs.settings import FitSettings
 from tests.helpers import folders
 from tests.helpers.texts import TEXTS
@@ -80,18 +80,18 @@ def test_they_are_of_the_base_with_the_adapter(models: Models, world: Path) -> N
     for model in (peft.PeftModel.from_pretrained(base, world / "lora").merge_and_unload(), models[0].model):
         torch.manual_seed(0)
         found = written(model, models[0].tokenizer(), [""] * BATCH, length=22, keep=2, temperature=1.0)
-        texts.append([text.replace("\ufffd", "") for text in found][:5])
+        texts.append([each.text.replace("\ufffd", "") for each in found][:5])
     assert before == texts[0] != texts[1]
 
 
 def test_a_batch_of_prompts_is_read_as_each_alone(models: Models) -> None:
-    """At next to no temperature the likeliest token is drawn: prompts of other lengths beside one change nothing."""
+    """Prompts of other lengths beside one change nothing, nor does the order; at next to no temperature as greedily."""
     model, tokenizer = models[0].model, models[0].tokenizer()
-    tokenizer_alone = load_model(models[0].given).tokenizer()
-    tokenizer_alone.backend_tokenizer.post_processor = None  # `complete` reads what the tokenizer makes of a prompt
     prompts = [TEXTS[0], "The", TEXTS[1] + " " + TEXTS[2]]
-    together = written(model, tokenizer, prompts, length=8, keep=100, temperature=1e-4, special=False)
-    assert together == complete(model, tokenizer_alone, prompts, length=8)
+    together = written(model, tokenizer, prompts, length=8)
+    assert together == [written(model, tokenizer, [prompt], length=8)[0] for prompt in prompts]
+    assert together == written(model, tokenizer, prompts, length=8, temperature=1e-4)
+    assert together == written(model, tokenizer, prompts[::-1], length=8, batch=2)[::-1]
 
 
 def test_tokens_are_drawn_from_the_model_s_own_distribution(models: Models) -> None:
@@ -99,7 +99,7 @@ def test_tokens_are_drawn_from_the_model_s_own_distribution(models: Models) -> N
     model, tokenizer = models[0].model, models[0].tokenizer()
     own = replace_config(model, top_k=2, repetition_penalty=5.0)
     torch.manual_seed(0)
-    texts = written(model, tokenizer, ["The"] * 4000, length=1, keep=9, temperature=0.7, special=False)
+    found = written(model, tokenizer, ["The"] * 4000, length=1, keep=9, temperature=0.7, special=False, batch=4000)
     assert model.generation_config is own
     ids = tokenizer("The", add_special_tokens=False, return_tensors="pt")["input_ids"]
     with torch.no_grad():
@@ -108,8 +108,8 @@ def test_tokens_are_drawn_from_the_model_s_own_distribution(models: Models) -> N
     for token, share in enumerate(expected.tolist()):
         whole = tokenizer.decode([*ids[0].tolist(), token], skip_special_tokens=True)
         shares[whole[len("The") :]] += share
-    found = Counter(texts)
-    distance = 0.5 * sum(abs(found[text] / 4000 - share) for text, share in shares.items())
+    counts = Counter(each.text for each in found)
+    distance = 0.5 * sum(abs(counts[text] / 4000 - share) for text, share in shares.items())
     assert distance < 0.09, distance  # of 4,000 draws from the right one: 0.07; at temperature 1: 0.2
 
 
@@ -117,9 +117,9 @@ def test_answers_are_the_model_s_own_as_well(models: Models) -> None:
     """Greedily, and not by what a generation_config.json would have of it."""
     model, tokenizer = models[0].model, models[0].tokenizer()
     prompts = [TEXTS[0], TEXTS[1]]
-    before = complete(model, tokenizer, prompts, length=12)
+    before = written(model, tokenizer, prompts, length=12)
     own = replace_config(model, repetition_penalty=5.0, num_beams=3)
-    assert complete(model, tokenizer, prompts, length=12) == before
+    assert written(model, tokenizer, prompts, length=12) == before
     assert model.generation_config is own
 
 

@@ -10,6 +10,7 @@ import torch
 
 from taskferry.checkpoints import load_model, load_tuned
 from taskferry.fitting import preparation
+from taskferry.fitting.teacher import Written, written
 from taskferry.settings import CalibrationSettings
 from tests.helpers import folders
 from tests.helpers.command import taskferry
@@ -52,11 +53,11 @@ def test_completions_keep_the_space_before_them(tmp_path: Path) -> None:
     folders.causal(tmp_path / "llama", "LlamaForCausalLM", 16, 1, 0, "bytes")
     loaded = load_model(str(tmp_path / "llama"))
     tokenizer = loaded.tokenizer()
-    (answer,) = preparation.complete(loaded.model, tokenizer, [TEXTS[0]], length=6)
+    (answer,) = written(loaded.model, tokenizer, [TEXTS[0]], length=6)
     ids = tokenizer(TEXTS[0], return_tensors="pt")["input_ids"]
     assert ids[0, -1] == tokenizer.eos_token_id  # nothing follows the end of a text
     whole = loaded.model.generate(ids[:, :-1], max_new_tokens=6, do_sample=False, pad_token_id=tokenizer.eos_token_id)
-    assert tokenizer.decode(whole[0], skip_special_tokens=True) == TEXTS[0] + answer
+    assert tokenizer.decode(whole[0], skip_special_tokens=True) == TEXTS[0] + answer.text
 
 
 def test_a_padding_that_the_model_has_no_row_for_is_not_used(tmp_path: Path) -> None:
@@ -80,9 +81,9 @@ def test_the_teacher_reads_the_end_of_prompts_that_are_longer_than_its_positions
     folders.save(model, tmp_path / "gpt")
     loaded = load_model(str(tmp_path / "gpt"))
     long, short = " ".join(TEXTS), TEXTS[0]
-    answers = preparation.complete(loaded.model, loaded.tokenizer(), [long, short])
+    answers = written(loaded.model, loaded.tokenizer(), [long, short], length=64)
     assert len(answers) == 2
-    assert answers[0] == preparation.complete(loaded.model, loaded.tokenizer(), [" ".join(TEXTS[1:])])[0]
+    assert answers[0] == written(loaded.model, loaded.tokenizer(), [" ".join(TEXTS[1:])], length=64)[0]
 
 
 def test_blank_answers_of_the_teacher_are_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +92,8 @@ def test_blank_answers_of_the_teacher_are_left_out_and_told(tmp_path: Path, monk
     data = folders.prompts(tmp_path / "asked.jsonl", completions=False)
     loaded = load_model(str(tmp_path / "a"))
     settings = CalibrationSettings(calibration=str(data), samples=6)
-    answers = [" the ferry", "  ", " a quay", "", " the sea", " a boat"]
-    monkeypatch.setattr(preparation, "complete", lambda *_: answers)
+    answers = [Written(text, True) for text in (" the ferry", "  ", " a quay", "", " the sea", " a boat")]
+    monkeypatch.setattr(preparation, "written", lambda *_, **__: answers)
     prepared = preparation.prepare(settings, loaded, loaded, load_tuned(str(tmp_path / "a"), loaded))
     assert prepared.calibration.samples == len(prepared.indices) == 4
     assert prepared.labels == "4 completions of the tuned source (teacher); 2 blank ones left out"

@@ -49,11 +49,11 @@ def test_a_refinement_that_ends_above_the_target_is_not_called_good(backwards: P
     told, refined = outcome.record["verdict"], outcome.record["refined"]
     assert refined["kept"] == 2
     assert refined["evaluations"][0][1] > refined["evaluations"][-1][1] > refined["untouched"]
-    assert told["better"] is False
+    assert told["state"] == "harms"
     assert any("no better than the untouched one" in warning for warning in told["warnings"])
     good = transfer(TransferSettings(**given, out=tmp_path / "good"), command="test")
     assert good is not None
-    assert good.record["verdict"]["better"] is True
+    assert good.record["verdict"]["state"] == "helps"
 
 
 def test_a_start_is_judged_by_maps_of_other_samples_at_a_given_scale_too(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from taskferry.disk.records import as_json
 from taskferry.fitting.scale import moved_by
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.plan import plan_job
+from taskferry.fitting.teacher import Written
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.transfer import transfer
@@ -410,7 +411,7 @@ def test_training_from_scratch_is_told_of_as_what_it_is(pair: dict[str, Any], tm
     assert "rm -r" not in ran.out
     record = json.loads((out / "taskferry.json").read_text())
     assert record["refined"]["kept"] == 4
-    assert record["verdict"]["better"] is True
+    assert record["verdict"]["state"] == "helps"
     assert any("only 12 samples" in warning for warning in record["verdict"]["warnings"])
     assert not any("went UP" in warning for warning in record["verdict"]["warnings"])
     card = (out / "README.md").read_text()
@@ -430,7 +431,7 @@ def test_what_cannot_be_refined_is_refused_before_any_work(
 ) -> None:
     """A random source may answer with nothing, so its answers are given here."""
     monkeypatch.setattr(
-        "taskferry.fitting.preparation.complete", lambda _model, _tokenizer, asked: ["dawn"] * len(asked)
+        "taskferry.fitting.preparation.written", lambda _, __, asked, **___: [Written("dawn", True)] * len(asked)
     )
     out = ["--out", tmp_path / "out", "--samples", 12]
     prompts = tmp_path / "prompts.jsonl"

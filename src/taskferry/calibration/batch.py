@@ -177,6 +177,21 @@ class Calibration:
         """Whether its samples are prompts with answers, for both causal models: one and the same for all of them."""
         return any(A.prompted and B.prompted for A, B in self.pairs)
 
+    @property
+    def ends(self) -> tuple[int, int] | None:
+        """The special tokens that end an answer in either model; None where answers have no end of their own."""
+        if self.tokenizers is None:
+            return None
+        last = []
+        for batch, tokenizer in zip(self.pairs[0], self.tokenizers, strict=True):
+            counted = batch.inputs["labels"][0]
+            token = int(counted[counted != IGNORED][-1])
+            known = tokenizer.added_tokens_decoder.get(token)
+            if known is None or not known.special:
+                return None
+            last.append(token)
+        return last[0], last[1]
+
     def filled(self, length: int) -> int:
         """Samples of which some model reads exactly so many tokens: what was longer than `length` has been cut."""
         return sum(int((A.filled(length) | B.filled(length)).sum()) for A, B in self.pairs)

@@ -1,9 +1,11 @@
 """Calibration sets for language models: text, prompts with completions, chats, in one tokenizer or two.
 
-    >>> language_calibration([[Segment("2 + 2 = ", counted=False), Segment("4")]], tokenizer_A, tokenizer_B)
+    >>> language_calibration([[Segment("2 + 2 = ", counted=False), Segment("4")]], tokenizer_A, tokenizer_B, ends=True)
 
 A sample is a list of segments; the loss counts the tokens of some. Every model renders it in its own way (a chat
 template adds marks of its own); tokens are paired by the characters of the segments, whatever stands between them.
+The end of an answer counts as one more token: the end of turn that the model's chat template writes, or the model's
+end-of-text token.
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a segment stands."""
+    """Where a segment, or the end of an answer, stands."""
 
     start: int  # in the rendered text
     stop: int
     origin: int  # of the segment in the text of all segments: the same for both models
     counted: bool
+    end: bool = False  # one character in the text of all segments, whatever a model writes there
 
 
 MARK = "taskferry-message"  # stands for a message, to see what a template writes around it
@@ -94,8 +97,9 @@ def language_calibration(
     *,
     max_length: int = 256,
     micro_batch: int = 8,
+    ends: bool = False,
 ) -> Calibration:
-    """For causal models: `labels` are the counted tokens."""
+    """For causal models: `labels` are the counted tokens; with `ends` each answer has one more, its end."""
     kinds = {"chats" if some[0].role is not None else "prompts" if len(some) > 1 else "texts" for some in samples}
     if len(kinds) > 1:  # marks at the beginning and what is cut differ between them
         raise TaskferryError(f"the samples are {' and '.join(sorted(kinds))}: give one kind in a file")
@@ -103,9 +107,9 @@ def language_calibration(
     bare = differ_in_spaces(tokenizer_A, tokenizer_B)
 
     def batch(tokenizer: Any, chosen: range) -> Batch:
-        rendered = [rendered_chat(tokenizer, samples[i]) for i in chosen]
         first = samples[chosen[0]]
         answers = len(first) > 1  # a prompt or chat, not plain text
+        rendered = [rendered_chat(tokenizer, samples[i], ends=ends and answers) for i in chosen]
         texts = [text for text, _ in rendered]
         chat = first[0].role is not None
         encoded = _encode(tokenizer, texts, max_length, bare, chat=chat, keep_end=answers)
@@ -152,15 +156,57 @@ def sequence_calibration(
     return Calibration(made, (tokenizer_A, tokenizer_B or tokenizer_A))
 
 
-def rendered_chat(tokenizer: Any, segments: Sequence[Segment]) -> tuple[str, list[Place]]:
-    """The text a model reads, and where each segment stands in it."""
+def prompt_of(tokenizer: Any, segments: Sequence[Segment]) -> str:
+    """The text in front of the answer, as a model reads it."""
+    text, places = rendered_chat(tokenizer, segments)
+    return text[: places[-1].start]
+
+
+def end_mark(tokenizer: Any, behind: str) -> str | None:
+    """What ends an answer: the special token that a chat template writes behind it, or the end-of-text token."""
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    found = [token for token in special if token and behind.lstrip().startswith(token)]
+    mark: str | None = max(found, key=len, default=tokenizer.eos_token)
+    return mark
+
+
+def chat_end(tokenizer: Any, segments: Sequence[Segment]) -> str | None:
+    """What ends an answer to this prompt or chat."""
+    text, places = rendered_chat(tokenizer, segments)
+    return end_mark(tokenizer, text[places[-1].stop :])
+
+
+def with_template(tokenizer: Any, other: Any) -> bool:
+    """Give a tokenizer without a chat template that of another one, as text; whether it took it.
+
+    What ends a turn there is no token here, so the own end of a text takes its place; a mark of the beginning, which
+    a model needs and a foreign template does not write, is added in front.
+    """
+    if getattr(tokenizer, "chat_template", None) or not getattr(other, "chat_template", None):
+        return False
+    template, begin = str(other.chat_template), tokenizer.bos_token
+    chat = [Segment("Question?", False, "user"), Segment("Answer.", True, "assistant")]
+    end = chat_end(other, chat)
+    if end is not None and tokenizer.eos_token is not None and end not in tokenizer.get_vocab():
+        template = template.replace(end, tokenizer.eos_token)
+    marked = begin is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    if marked and "bos_token" not in template:
+        template = "{{ bos_token }}" + template
+    tokenizer.chat_template = template
+    return True
+
+
+def rendered_chat(tokenizer: Any, segments: Sequence[Segment], *, ends: bool = False) -> tuple[str, list[Place]]:
+    """The text a model reads, and where each segment stands in it; with `ends` the end of the last one too."""
     seen = any(segment.picture for segment in segments)  # contents are then given in parts
     if segments[0].role is None:
         text = "".join(segment.text for segment in segments)
     else:
         if not getattr(tokenizer, "chat_template", None):
             raise TaskferryError(
-                "the data has messages but a model's tokenizer has no chat template: give prompt and completion columns"
+                f"the data has messages but the tokenizer of {tokenizer.name_or_path or 'a model'} has no chat "
+                "template: give prompt and completion columns"
             )
         text = templated(tokenizer, _messages(segments, seen))
     places, at, origin = [], 0, 1  # an origin of 0 would look like a special token's empty span
@@ -173,6 +219,13 @@ def rendered_chat(tokenizer: Any, segments: Sequence[Segment]) -> tuple[str, lis
             raise TaskferryError("a chat template changes the text of a message: its tokens cannot be paired")
         places.append(Place(start, start + len(content), origin, segment.counted))
         at, origin = start + len(content), origin + len(content)
+    mark = end_mark(tokenizer, text[at:]) if ends else None
+    if mark is None or text[:at].rstrip().endswith(mark):
+        return text, places
+    start = at + text[at:].find(mark)
+    if text[at:start].strip() or start < at:  # the template writes no such mark
+        text, start = text[:at] + mark, at
+    places.append(Place(start, start + len(mark), origin, True, end=True))
     return text, places
 
 
@@ -272,7 +325,8 @@ def spans_of(offsets: Tensor, places: Sequence[Sequence[Place]]) -> tuple[Tensor
         for place in sample:
             inside = (start < place.stop) & (stop > place.start) & (stop > start)
             spans[i, inside, 0] = start[inside].clamp_min(place.start) - place.start + place.origin
-            spans[i, inside, 1] = stop[inside].clamp_max(place.stop) - place.start + place.origin
+            last = place.start + 1 if place.end else place.stop
+            spans[i, inside, 1] = stop[inside].clamp_max(last) - place.start + place.origin
             if place.counted:
                 counted[i] |= inside
     return spans, counted

@@ -17,8 +17,11 @@ from taskferry.errors import TaskferryError
 _MARKS = {"Ġ": " ", "▁": " ", "Ċ": "\n", "ĉ": "\t"}  # how tokenizers write white space
 
 
-def translation(tokenizers: tuple[Any, Any] | None) -> Tensor:
-    """The token of B for each token of A; the end of a text is the end of a text, whatever it is called."""
+def translation(tokenizers: tuple[Any, Any] | None, ends: tuple[int, int] | None = None) -> Tensor:
+    """The token of B for each token of A; the end of a text is the end of a text, whatever it is called.
+
+    `ends` are the tokens that end an answer, where they are others: an end of turn, say.
+    """
     if tokenizers is None:
         raise TaskferryError(
             "two vocabularies: token distributions are carried over by the tokenizers, which this calibration set "
@@ -29,8 +32,10 @@ def translation(tokenizers: tuple[Any, Any] | None) -> Tensor:
     for text, numbers in A.items():
         if text in B:
             table[list(numbers)] = B[text][0]
-    ends = [tokenizer.eos_token_id for tokenizer in tokenizers]
-    if None not in ends:
+    last = [tokenizer.eos_token_id for tokenizer in tokenizers]
+    if None not in last:
+        table[last[0]] = last[1]
+    if ends is not None:
         table[ends[0]] = ends[1]
     return table
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -12,6 +12,9 @@ from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
 from taskferry.cli.terminal import plain, print_json, waiting, warn
 from taskferry.display.bars import Bar
 from taskferry.settings import EvaluateSettings, load_settings
+
+if TYPE_CHECKING:  # torch is imported when it is used
+    from taskferry.evaluation.scoring import Score
 
 
 def register(app: typer.Typer) -> None:
@@ -38,7 +41,10 @@ def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as
         score, head, left = evaluate_command(settings, None if silent else tell)
     if settings.card is not None:
         metric = "loss" if score.accuracy is None else "accuracy"
-        add_score(settings.card, data=settings.test, metric=metric, value=score.value, samples=score.samples, how=head)
+        value = score.value
+        if score.stopped is not None and score.exact is not None:
+            metric, value = "exact_match", score.exact
+        add_score(settings.card, data=settings.test, metric=metric, value=value, samples=score.samples, how=head)
     if as_json:
         print_json({**asdict(score), "head": head, "warnings": left})
     if silent:
@@ -48,10 +54,25 @@ def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as
     if score.accuracy is not None:
         console.print(f"[bold]{unit}[/]  {score.accuracy:.2f} %   [dim]loss {score.loss:.4f} per sample[/]")
     else:
-        if score.right is not None:
-            console.print(f"[bold]right answers[/]  {score.right:.2f} %   [dim]the likeliest of those in the data[/]")
-        if score.exact is not None:
-            console.print(f"[bold]exact answers[/]  {score.exact:.2f} %   [dim]word for word, greedily[/]")
+        _answers(console, score)
         console.print(f"[bold]{unit}[/]  {score.loss:.4f} per token")
     console.print(f"[dim]{score.samples} samples, by {plain(head)}[/]")
     warn(console, left)
+
+
+def _answers(console: Console, score: Score) -> None:
+    """Print what of a language model's answers is right."""
+    if score.exact is None:
+        return
+    generated = score.stopped is not None
+    how = "generated, up to white space" if generated else "every token the likeliest at its place, not generated"
+    console.print(f"[bold]exact answers[/]  {score.exact:.2f} %   [dim]{how}[/]")
+    more = {
+        "begins right": (score.begins, "the wanted one of the few in the data, however it goes on"),
+        "right answers": (score.right, "the likeliest of those in the data, not generated"),
+        "valid JSON": (score.valid_json, "whatever it says"),
+        "stopped": (score.stopped, "ended by the model itself"),
+    }
+    for name, (value, words) in more.items():
+        if value is not None:
+            console.print(f"[bold]{name}[/]  {value:.2f} %   [dim]{words}[/]")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +18,16 @@ from taskferry.display.bars import Bars
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Outcome, Reporter
 from taskferry.jobs.settings import TransferSettings
+from taskferry.jobs.verdict import HARMS, HELPS, NOT_SHOWN
 from taskferry.methods.registry import FEW, find, without_move
 from taskferry.settings import ApplySettings
 
+MARKS = {
+    HELPS: "[bold green]moved: it helps[/]",
+    NOT_SHOWN: "[bold yellow]moved, not shown to help[/]",
+    HARMS: "[bold red]moved, but it does harm[/]",
+}
+SHORT = 80  # characters of a prompt or an answer in the terminal
 TOLD = 0.001  # of a norm that a cut to a LoRA loses: less is rounding
 
 
@@ -99,21 +106,37 @@ class Screen(Reporter):
         if self.silent:
             return
         told = outcome.record["verdict"]
-        mark = "[bold green]moved[/]" if outcome.written is not None else "[bold yellow]refused[/]"
-        if outcome.written is not None and worse(told):
-            mark = "[bold red]moved, but worse[/]"
+        mark = "[bold yellow]refused[/]" if outcome.written is None else MARKS.get(told.get("state"), "[bold]moved[/]")
         self.console.print(f"\n{mark}  {plain(outcome.sentence)}")
         warn(self.console, told.get("warnings", ()))
         for line in str(outcome.record["coverage_summary"]).splitlines()[1:]:
             self.console.print(f"[dim]{plain(line)}[/]")
         for name, error in _worst(outcome.record.get("truncation", {})):
             self.console.print(f"[dim]  cut to a LoRA: {plain(name)} loses {100 * error:.1f} % of its norm[/]")
+        self._examples((told.get("answers") or {}).get("examples", []))
         self.console.print(f"[bold]next[/]   {plain(next_step)}", soft_wrap=True)
+
+    def _examples(self, examples: Sequence[Mapping[str, str]]) -> None:
+        """Print prompts with their answers."""
+        if not examples:
+            return
+        table = Table(title="Held-out prompts", title_justify="left", box=None, pad_edge=False)
+        for heading in ("prompt", "tuned source", "target before", "target after"):
+            table.add_column(heading, overflow="fold", max_width=44, header_style="cyan")
+        for example in examples:
+            table.add_row(*(_short(example[name]) for name in ("prompt", "source", "before", "after")))
+        self.console.print(table)
+
+
+def _short(text: str) -> str:
+    """The end of a prompt, or the begin of an answer, in a line."""
+    line = " ".join(plain(text).split())
+    return line if len(line) <= SHORT else f"{line[: SHORT - 1]}…"
 
 
 def worse(told: Mapping[str, Any]) -> bool:
-    """Whether the loss was measured and did not fall, and training did not bring it below that of the target."""
-    return told.get("better") is False
+    """Whether what was written does harm on the samples."""
+    return told.get("state") == HARMS
 
 
 def next_after(settings: TransferSettings, outcome: Outcome) -> str:

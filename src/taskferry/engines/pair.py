@@ -25,7 +25,6 @@ from taskferry.calibration.batch import Calibration
 from taskferry.checkpoints.adapters import prefix_of
 from taskferry.coverage import reasons_to_keep
 from taskferry.errors import TaskferryError
-from taskferry.fitting.answers import Answers
 from taskferry.fitting.defaults import AnyObjective, both_objectives
 from taskferry.fitting.models import device_of
 from taskferry.fitting.objectives import Classifier, ForwardOnly, Objective
@@ -177,13 +176,6 @@ class ModelPair(ABC):
         self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = ""
     ) -> Moved:
         """Fit and move: τ_B = R_outᵀ τ_A R_in. `left_out`: target sites that are not fitted, with the reason."""
-
-    def answers(self, changes: Sequence[TaskVector]) -> tuple[Answers, Answers] | None:  # noqa: ARG002
-        """A language model's answers to the samples, untouched and moved; `changes` are those of losses.
-
-        None where there are none, or where they would take more walks over the weights.
-        """
-        return None
 
     @abstractmethod
     def losses(self, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[list[float]]:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 
-import torch
 from torch import Tensor, nn
 
 from taskferry.alignment import NO_CHANGE, Alignment
@@ -22,12 +21,10 @@ from taskferry.disk.files import hash_parameters
 from taskferry.display.bars import with_bars
 from taskferry.engines.memory import freed
 from taskferry.engines.pair import ModelPair, Moved, Work, in_place, shapes
-from taskferry.fitting.answers import Answers
 from taskferry.fitting.capture import BICO, Loss, Side, collect
 from taskferry.fitting.defaults import AnyObjective
-from taskferry.fitting.language import predicted
-from taskferry.fitting.models import frozen, place_of
-from taskferry.fitting.objectives import Classifier, ForwardOnly, LanguageModel, teacher_labels
+from taskferry.fitting.models import place_of
+from taskferry.fitting.objectives import Classifier, ForwardOnly, teacher_labels
 from taskferry.fitting.progress import Progress, Steps
 from taskferry.fitting.routing import Meeting, match_experts
 from taskferry.fitting.scale import losses_at, moved_by
@@ -250,26 +247,6 @@ class WholePair(ModelPair):
             count, samples = sum(map(len, mine)), sum(map(len, batches))
             found.append([self.total(mean * count) / samples for mean in means])
         return [list(of_scale) for of_scale in zip(*found, strict=True)]
-
-    def answers(self, changes: Sequence[TaskVector]) -> tuple[Answers, Answers] | None:
-        """By two forward passes of the target."""
-        folds = self.calibration.judging(len(changes))
-        if not isinstance(self.objectives[1], LanguageModel):
-            return None
-        known = Answers.of(self.target, self.calibration.side(1))  # what is answered, though a part of them judges
-        if known is None:
-            return None
-        found, place = (replace(known), replace(known)), place_of(self.target)
-        for tau, batches in zip(changes, folds, strict=True):
-            with moved_by(self.target, tau) as set_scale, torch.no_grad(), frozen(self.target):
-                for scale, counts in zip((0.0, 1.0), found, strict=True):
-                    set_scale(scale)
-                    for batch in self.mine(batches):
-                        counts.count(*predicted(self.target, batch.to(*place)))
-        for counts in found:
-            for name in ("samples", "by_word", "by_choice"):
-                setattr(counts, name, round(self.total(getattr(counts, name))))
-        return found
 
     def teacher(self, tau: TaskVector, head: Classifier, calibration: Calibration) -> Tensor:
         """By forward passes of the tuned source."""

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from taskferry.calibration.data import Samples, held_out, load_samples
+from taskferry.calibration.language import segments_of
 from taskferry.calibration.samplers import choose
 from taskferry.checkpoints import Loaded, by_reason, load_model, load_tuned
 from taskferry.checkpoints.classifiers import has_own_head
 from taskferry.checkpoints.loaded import to_device
+from taskferry.checkpoints.models import resolve
+from taskferry.choices import TEMPLATE
 from taskferry.display.bars import Tell
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.pool import LazyBatches, Pool
 from taskferry.evaluation.scoring import Score, evaluate
+from taskferry.fitting.answers import answers_of
 from taskferry.fitting.contrastive import Contrastive
 from taskferry.fitting.heads import has_text_tower, named_classifier
 from taskferry.fitting.language import is_language_model
@@ -32,6 +38,7 @@ def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -
         left = by_reason(rest, "was not added")
         given = set() if tuned.adapter is None else set(tuned.adapter.saved).difference(rest)
         loaded = replace(loaded, absent=loaded.absent - given)
+        _take_template(loaded, Path(resolve(settings.add)))
     shots = None if settings.shots is None else load_samples(settings.shots, label_column=settings.label_column)
     known = () if shots is None else shots.classes
     test = load_samples(settings.test, label_column=settings.label_column, classes=known, split=held_out(settings.test))
@@ -48,10 +55,22 @@ def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -
     if shots is not None:
         support = Pool(shots, loaded, max_length=settings.max_length).batches(range(len(shots)), settings.micro_batch)
     score = evaluate(loaded.model, batches, objective, support, progress)
+    if score.exact is not None and not settings.quick and test.kind in ("prompt", "messages"):
+        samples = [segments_of(row) for row in test.take(batches.indices).rows]
+        answers = answers_of(loaded.model, loaded.tokenizer(), samples, batch=settings.micro_batch, progress=progress)
+        facts: dict[str, Any] = answers.facts()
+        score = replace(score, right=None, **facts)
     if pool.full:
         told = f"{len(pool.full)} of {score.samples} samples fill all {pool.max_length} tokens"
         left = [*left, f"{told}: what is longer is left out; give a larger --max-length"]
     return score, objective.words, left
+
+
+def _take_template(loaded: Loaded, added: Path) -> None:
+    """Give a tokenizer without a chat template the one that stands beside what was added."""
+    file = added / TEMPLATE
+    if is_language_model(loaded.model) and file.is_file() and not getattr(loaded.tokenizer(), "chat_template", None):
+        loaded.tokenizer().chat_template = file.read_text(encoding="utf-8")
 
 
 def _objective(settings: EvaluateSettings, loaded: Loaded, test: Samples) -> Objective:

@@ -33,8 +33,12 @@ class Score:
     accuracy: float | None
     loss: float
     samples: int
-    right: float | None = None  # per cent of a language model's answers, where there are few to choose from
-    exact: float | None = None  # per cent of them that it would write word for word
+    # Of a language model's answers, in per cent:
+    right: float | None = None  # the likeliest of a small set, by one pass without generating
+    exact: float | None = None  # written as wanted
+    begins: float | None = None  # begun with the wanted one of a small set
+    stopped: float | None = None  # ended by the model itself
+    valid_json: float | None = None  # that are JSON, where the wanted ones are
 
     @property
     def value(self) -> float:

@@ -22,7 +22,7 @@ import torch
 
 from taskferry.calibration.data import Samples, load_samples
 from taskferry.calibration.forms import Kind, Row
-from taskferry.calibration.language import MARK, check_fast, messages_of, templated
+from taskferry.calibration.language import MARK, check_fast, messages_of, templated, with_template
 from taskferry.calibration.samplers import choose
 from taskferry.checkpoints import Loaded, Tuned, is_adapter, load_tuned
 from taskferry.choices import FREE, OWN
@@ -152,7 +152,7 @@ class Author:
     def _behind(self, prompts: Sequence[str], length: int, closing: str | None = None) -> list[str]:
         """`closing` is what a chat template writes behind a message."""
         first = self.tokenizer(closing or "", add_special_tokens=False)["input_ids"][:1]
-        texts = written(
+        found = written(
             self.model,
             self.tokenizer,
             prompts,
@@ -161,8 +161,9 @@ class Author:
             temperature=self.settings.temperature,
             special=closing is None,  # a template writes its own
             ends=[token for token in first if token in self.tokenizer.all_special_ids],
+            batch=len(prompts),
         )
-        texts = [text.replace("\ufffd", "") for text in texts]  # half a character
+        texts = [each.text.replace("\ufffd", "") for each in found]  # half a character
         mark = (closing or "").strip()
         return [text.partition(mark)[0] for text in texts] if mark else texts
 
@@ -259,6 +260,7 @@ def _kind(settings: GenerationSettings, source: Loaded, target: Loaded) -> tuple
         )
     for loaded in (source, target):
         check_fast(loaded.tokenizer())
+    with_template(target.tokenizer(), source.tokenizer())
     chats = [loaded for loaded in (source, target) if getattr(loaded.tokenizer(), "chat_template", None)]
     if settings.prompts in (FREE, OWN):
         if language == "sequence":

@@ -16,22 +16,41 @@ from torch import Tensor
 from taskferry.calibration.batch import Batch, Calibration
 from taskferry.calibration.builders import image_calibration, pair_calibration, text_calibration
 from taskferry.calibration.data import Samples, load_samples, picture
-from taskferry.calibration.language import Segment, language_calibration, segments_of, sequence_calibration
+from taskferry.calibration.language import (
+    Segment,
+    language_calibration,
+    segments_of,
+    sequence_calibration,
+    with_template,
+)
 from taskferry.calibration.samplers import choose
 from taskferry.calibration.seeing import seeing_calibration
 from taskferry.checkpoints import Loaded, Tuned
 from taskferry.errors import TaskferryError
+from taskferry.fitting.answers import answers_of
 from taskferry.fitting.contrastive import Contrastive
 from taskferry.fitting.heads import has_text_tower, objectives_of, taught
 from taskferry.fitting.language import is_language_model, is_sequence_to_sequence, longest_text
 from taskferry.fitting.models import place_of, wide
 from taskferry.fitting.objectives import LanguageModel, Objective
-from taskferry.fitting.teacher import complete, is_blank, teacher_model
+from taskferry.fitting.teacher import is_blank, teacher_model, written
 from taskferry.settings import CalibrationSettings
 from taskferry.sites import family_of
 
 _IMAGE_INPUT = {"timm": "x", "openclip": "image"}
 _SOUND = ("input_features", "input_values")
+LOOKED = 8  # samples whose answers tell whether the tuned source ends them
+ENDING = 0.5  # share of its answers that a model ends which ends them at all
+ANSWER = 64  # tokens that the tuned source may write where the data has no answer
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Prompts with their answers, in the order of the calibration set: what answers are scored on."""
+
+    samples: tuple[Sequence[Segment], ...]
+    ends: bool  # whether the tuned source ends its answers, so that ends count
+    template: str | None = None  # the chat template of the source, where the target has none of its own
 
 
 @dataclass(frozen=True)
@@ -44,6 +63,7 @@ class Prepared:
     labels: str  # where they came from, for people
     by_data: bool = False  # whether each sample came with its class
     longest: int = 0  # text, in tokens: what is longer was cut
+    questions: Questions | None = None  # of language models, where samples have prompts
 
     @property
     def taught(self) -> bool:
@@ -103,9 +123,14 @@ def prepare(
             raise TaskferryError(
                 f"the objective '{settings.objective}' is for encoders; language models use their own loss"
             )
-        calibration, labels, kept = _language(settings, chosen, source, target, tuned, language)
+        calibration, labels, kept, questions = _language(settings, chosen, source, target, tuned, language)
         return Prepared(
-            calibration, (LanguageModel(), LanguageModel()), tuple(indices[i] for i in kept), labels, longest=longest
+            calibration,
+            (LanguageModel(), LanguageModel()),
+            tuple(indices[i] for i in kept),
+            labels,
+            longest=longest,
+            questions=questions,
         )
     if paired:
         check_pairs(settings.objective, settings.labels)
@@ -208,7 +233,8 @@ def one_sided(samples: Samples, loaded: Loaded, *, max_length: int, micro_batch:
         images = [picture(row) for row in samples.rows]
         return _seeing(samples, images, kind, loaded, None, False, **lengths).side(0)
     build = _builder(kind, samples)
-    return build([segments_of(row) for row in samples.rows], loaded.tokenizer(), **lengths).side(0)
+    ends = {} if kind == "sequence" else {"ends": True}
+    return build([segments_of(row) for row in samples.rows], loaded.tokenizer(), **lengths, **ends).side(0)
 
 
 def _check_inputs(*models: Loaded) -> None:
@@ -227,9 +253,9 @@ def _image_key(loaded: Loaded) -> str:
 
 def _language(
     settings: CalibrationSettings, samples: Samples, source: Loaded, target: Loaded, tuned: Tuned | None, kind: str
-) -> tuple[Calibration, str, list[int]]:
-    """The calibration set, where its answers came from, and which of the samples have one."""
-    origin = "the text itself"
+) -> tuple[Calibration, str, list[int], Questions | None]:
+    """The calibration set, where its answers came from, which of the samples have one, and the prompts."""
+    origin = {"messages": "the answers in the chats"}.get(samples.kind, "the text itself")
     rows = [dict(row) for row in samples.rows]
     kept = list(range(len(rows)))
     lengths = {"max_length": settings.max_length, "micro_batch": settings.micro_batch}
@@ -242,8 +268,10 @@ def _language(
         kept = sorted(kept, key=lambda i: images[i].size)  # pictures of one size stand together
         ordered = [images[i] for i in kept]
         seen = _seeing(samples.take(kept), ordered, kind, source, target, True, **lengths)
-        return seen, "the answers in the data", kept
+        return seen, "the answers in the data", kept, None
     tokenizer_A, tokenizer_B = source.tokenizer(), target.tokenizer()
+    stopped: bool | None = None
+    borrowed = samples.kind == "messages" and with_template(tokenizer_B, tokenizer_A)
     if samples.kind == "prompt":
         origin = "the completions in the data"
         if any(not isinstance(row["prompt"], str) for row in rows):
@@ -253,11 +281,15 @@ def _language(
             raise TaskferryError(f"{settings.calibration}: {len(asked)} rows have no completion: use --labels teacher")
         if asked:
             origin = f"{len(asked)} completions of the tuned source (teacher)"
+            prompts = [row["prompt"] for row in asked]
             with teacher_model(source, tuned) as teacher:
-                answers = complete(teacher.model, tokenizer_A, [row["prompt"] for row in asked])
-            for row, completion in zip(asked, answers, strict=True):
-                row["completion"] = completion
+                answers = written(teacher.model, tokenizer_A, prompts, length=ANSWER, batch=settings.micro_batch)
+            for row, answer in zip(asked, answers, strict=True):
+                row["completion"] = answer.text
+            stopped = sum(answer.stopped for answer in answers) >= ENDING * len(answers)
             blank = [id(row) for row in asked if is_blank(row["completion"])]
+            if len(blank) == len(rows):
+                raise TaskferryError("the tuned source answers every prompt with nothing: give completions in the data")
             if blank:
                 made = len(asked) - len(blank)
                 origin = f"{made} completions of the tuned source (teacher); {len(blank)} blank ones left out"
@@ -267,7 +299,26 @@ def _language(
     read = {i: segments_of(rows[i]) for i in kept}
     kept = sorted(kept, key=lambda i: sum(len(segment.text) for segment in read[i]))  # less padding to compute
     segments: Sequence[list[Segment]] = [read[i] for i in kept]
-    return _builder(kind, samples)(segments, tokenizer_A, tokenizer_B, **lengths), origin, kept
+    build, questions, ends = _builder(kind, samples), None, {}
+    if samples.kind != "text":
+        questions = Questions(
+            tuple(segments),
+            ends=kind == "sequence" or (_ends(segments, source, tuned) if stopped is None else stopped),
+            template=tokenizer_B.chat_template if borrowed else None,
+        )
+        ends = {} if kind == "sequence" else {"ends": questions.ends}
+        origin += "" if questions.ends else "; the tuned source does not end its answers, so their ends do not count"
+        origin += f"; in the chat template of {source.given}, for the target has none" if borrowed else ""
+    return build(segments, tokenizer_A, tokenizer_B, **lengths, **ends), origin, kept, questions
+
+
+def _ends(samples: Sequence[Sequence[Segment]], source: Loaded, tuned: Tuned | None) -> bool:
+    """Whether the tuned source ends its answers; where it cannot be asked, it does, as fine-tunes usually do."""
+    if tuned is None:
+        return True
+    with teacher_model(source, tuned) as teacher:
+        score = answers_of(teacher.model, source.tokenizer(), samples[:: -(-len(samples) // LOOKED)])
+    return score.stopped >= 100 * ENDING
 
 
 def _seeing(

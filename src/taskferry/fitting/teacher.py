@@ -1,7 +1,7 @@
 """What the tuned source says: itself as a model, and what it writes behind a prompt.
 
 >>> with teacher_model(source, tuned) as teacher:
-...     complete(teacher.model, tokenizer, ["2 + 2 = "])
+...     written(teacher.model, tokenizer, ["2 + 2 = "], length=8)
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from taskferry.checkpoints.adapters import in_body
 from taskferry.checkpoints.models import resolve
 from taskferry.errors import TaskferryError
 from taskferry.fitting.language import is_sequence_to_sequence, longest_text
-from taskferry.fitting.models import device_of
+from taskferry.fitting.models import device_of, evaluating
 from taskferry.fitting.scale import moved_by
 
 
@@ -56,32 +57,12 @@ def check_whole(tuned: Tuned, otherwise: str, *, heads: bool = True) -> None:
             )
 
 
-@torch.no_grad()
-def complete(model: torch.nn.Module, tokenizer: Any, prompts: Sequence[str], length: int = 64) -> list[str]:
-    """What a language model answers, greedily."""
-    completions = []
-    both, stops = is_sequence_to_sequence(model), {*_numbers(tokenizer.eos_token_id)}
-    most = longest_text(sys.maxsize, model)
-    length = min(length, max(1, most // 2))
-    with as_it_is(model, tokenizer) as (generator, _, _):
-        for prompt in prompts:
-            # Of a long prompt the end is read, so that the answer has a place behind it.
-            ids = _ids(model, tokenizer, prompt, True, stops)[-(most if both else most - length) :]
-            read = torch.tensor([ids], device=device_of(model))
-            output = generator.generate(
-                input_ids=read, attention_mask=torch.ones_like(read), max_new_tokens=length, do_sample=False
-            )
-            # Decoded as a whole: a piece on its own may lose the space before it.
-            text = _decoded(tokenizer, output[0].tolist())
-            completions.append(text if both else text[len(_decoded(tokenizer, ids)) :])
-    if all(map(is_blank, completions)):
-        raise TaskferryError("the tuned source answers every prompt with nothing: give completions in the data")
-    return completions
+@dataclass(frozen=True)
+class Written:
+    """What a model writes behind a prompt."""
 
-
-def is_blank(answer: str) -> bool:
-    """Whether an answer says nothing: a broken character does not either, and some tokenizers drop it."""
-    return not answer.replace("\ufffd", "").strip()
+    text: str
+    stopped: bool  # by an end of its own, before the bound on the length
 
 
 @torch.no_grad()
@@ -91,41 +72,52 @@ def written(
     prompts: Sequence[str],
     *,
     length: int,
-    temperature: float,
-    keep: int,
+    temperature: float = 0.0,
+    keep: int = sys.maxsize,
     special: bool = True,
     ends: Collection[int] = (),
-) -> list[str]:
-    """What a language model writes behind each prompt, drawn from its own distribution; all prompts are one batch.
+    batch: int = 16,
+) -> list[Written]:
+    """What a language model writes behind each prompt: greedily, or drawn from its own distribution.
 
-    Of a long prompt the last `keep` tokens are read; an empty one is the beginning of a text.
-    `special` adds the tokenizer's own marks.
+    Of a long prompt the last `keep` tokens are read; an empty one is the beginning of a text. `special` adds the
+    tokenizer's own marks; `ends` are tokens that end an answer beside those that the model knows. What is drawn at a
+    temperature depends on the prompts that stand in its batch.
     """
-    both, device = is_sequence_to_sequence(model), device_of(model)
-    with as_it_is(model, tokenizer, ends) as (generator, stops, pad):
+    both, device, most = is_sequence_to_sequence(model), device_of(model), longest_text(sys.maxsize, model)
+    length = min(length, max(1, most // 2))
+    keep = min(keep, most if both else most - length)  # so that the answer has a place behind it
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    found: dict[int, Written] = {}
+    with as_it_is(model, tokenizer, ends) as (generator, stops, pad), evaluating(model):
         read = [_ids(model, tokenizer, prompt, special, stops)[-keep:] for prompt in prompts]
-        width = max(map(len, read))
-        ids, mask = torch.full((len(read), width), pad), torch.zeros(len(read), width, dtype=torch.long)
-        for i, each in enumerate(read):
-            where = slice(0, len(each)) if both else slice(width - len(each), width)
-            ids[i, where], mask[i, where] = torch.tensor(each), 1
-        output: Tensor = generator.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            max_new_tokens=length,
-            do_sample=True,
-            temperature=temperature,
-            top_k=0,
-            top_p=1.0,
-        )
-    texts = []
-    for before, row in zip(read, output.tolist(), strict=True):
-        new = row[1:] if both else row[width:]
-        new = new[: next((i for i, token in enumerate(new) if token in stops), len(new))]
-        before = [] if both else before
-        # Decoded as a whole: a piece on its own may lose the space before it.
-        texts.append(_decoded(tokenizer, before + new)[len(_decoded(tokenizer, before)) :])
-    return texts
+        order = list(range(len(read))) if temperature else sorted(range(len(read)), key=lambda i: len(read[i]))
+        for start in range(0, len(read), batch):
+            some = order[start : start + batch]
+            width = max(len(read[i]) for i in some)
+            ids, mask = torch.full((len(some), width), pad), torch.zeros(len(some), width, dtype=torch.long)
+            for row, i in enumerate(some):
+                where = slice(0, len(read[i])) if both else slice(width - len(read[i]), width)
+                ids[row, where], mask[row, where] = torch.tensor(read[i]), 1
+            output: Tensor = generator.generate(
+                input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=length, **drawn
+            )
+            for i, row_ids in zip(some, output.tolist(), strict=True):
+                found[i] = _read(tokenizer, [] if both else read[i], row_ids[1:] if both else row_ids[width:], stops)
+    return [found[i] for i in range(len(read))]
+
+
+def _read(tokenizer: Any, before: list[int], new: list[int], stops: Collection[int]) -> Written:
+    """The new tokens as text, up to the first that ends it."""
+    end = next((i for i, token in enumerate(new) if token in stops), len(new))
+    # Decoded as a whole: a piece on its own may lose the space before it.
+    text = _decoded(tokenizer, before + new[:end])[len(_decoded(tokenizer, before)) :]
+    return Written(text, end < len(new))
+
+
+def is_blank(answer: str) -> bool:
+    """Whether an answer says nothing: a broken character does not either, and some tokenizers drop it."""
+    return not answer.replace("\ufffd", "").strip()
 
 
 @contextmanager

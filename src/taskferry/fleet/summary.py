@@ -34,4 +34,6 @@ def summary_page(summary: Mapping[str, Any], states: Iterable[Moved]) -> str:
         ]
     done, good = f"{summary['done']} of {summary['of']} adapters moved", not summary["failed"]
     badge = "All moved" if good and not summary["pending"] else f"{summary['failed']} failed"
-    return page(Report("fleet", done, f"{done} in {summary['seconds']} s.", sections, "", badge, good))
+    return page(
+        Report("fleet", done, f"{done} in {summary['seconds']} s.", sections, "", badge, "good" if good else "bad")
+    )

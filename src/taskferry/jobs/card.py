@@ -42,6 +42,34 @@ def _warnings(verdict: Mapping[str, Any]) -> str:
     return "".join(f"\n> **Warning:** {_shown(text)}\n" for text in verdict.get("warnings", ()))
 
 
+def _answers(verdict: Mapping[str, Any]) -> str:
+    """The state of the verdict, and held-out prompts with their answers."""
+    state, answers = verdict.get("state"), verdict.get("answers")
+    lines = "" if state is None else f"\n- verdict: {state}"
+    if not answers:
+        return lines
+    named = {"source": "tuned source", "before": "target before", "moved": "target moved", "refined": "target refined"}
+    rows = [f"| {words} | {_numbers(answers[name])} |" for name, words in named.items() if name in answers]
+    examples = [
+        "| " + " | ".join(_cell(example[name]) for name in ("prompt", "source", "before", "after")) + " |"
+        for example in answers["examples"]
+    ]
+    head = f"| {answers['samples']} prompts | right % | exact % | stopped % | valid JSON % |\n|---|---|---|---|---|"
+    table = "| prompt | tuned source | target before | target after |\n|---|---|---|---|"
+    return "\n".join([lines, "", "## Answers", "", head, *rows, "", table, *examples])
+
+
+def _numbers(facts: Mapping[str, Any]) -> str:
+    return " | ".join(
+        f"{facts[name]:.0f}" if name in facts else "" for name in ("right", "exact", "stopped", "valid_json")
+    )
+
+
+def _cell(text: str) -> str:
+    """A text in a cell of a table."""
+    return " ".join(_shown(text).replace("|", "¦").split())
+
+
 def _shown(text: object) -> str:
     """Names come from files: without what would end a code block, start a tag or steer a terminal."""
     marks = {"`": "'", "<": "‹", ">": "›"}
@@ -59,7 +87,7 @@ def write_card(folder: Path, record: Mapping[str, Any], *, adapter: bool) -> Non
 - moved from: `{_shown(settings.get("source_tuned"))}`{_on(settings.get("source_base"))}
 - moved to: `{_shown(settings.get("target_base") or "")}`
 - scale: {verdict["scale"] or "none, nothing was moved"}{_energy(verdict)}
-- method: {_shown(_method(record))}
+- method: {_shown(_method(record))}{_answers(verdict)}
 
 Biases, errors and unsafe behaviour of the source move along: evaluate before use.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from taskferry.checkpoints import Adapter, Loaded, Skeleton, load_model, read_adapter, write_adapter, write_model
 from taskferry.checkpoints.lowrank import compress
-from taskferry.choices import WRITTEN
+from taskferry.choices import TEMPLATE, WRITTEN
 from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import staged_folder
 from taskferry.engines.lazy import LazyModel
@@ -123,6 +123,7 @@ def write_output(
     inputs: Inputs,
     timing: Timing | None = None,
     drawn: Drawn | None = None,
+    template: str | None = None,
 ) -> None:
     """The folder with weights, record, settings and card; loaded again and checked, whole or not at all."""
     with staged_folder(settings.out) as folder:
@@ -130,6 +131,8 @@ def write_output(
         finish(folder, record, settings, adapter=kind == "lora")
         if drawn is not None:
             (folder / WRITTEN).write_text(drawn.lines(), encoding="utf-8")
+        if template is not None:
+            (folder / TEMPLATE).write_text(template, encoding="utf-8")
         if timing is not None:
             timing.step("check", 0, 1)
         if not isinstance(target, Skeleton):

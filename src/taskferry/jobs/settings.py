@@ -195,6 +195,9 @@ class TransferSettings(RefineSettings, OutputSettings, Writing):
     head: Literal["keep", "move"] = Field(
         "keep", description="the task head of a classification LoRA: leave it behind, or move it as well"
     )
+    force: bool = Field(
+        False, description="go on where the fine-tune does nothing on the samples, and write what does harm"
+    )
     paper: bool = Field(False, strict=True, description="exactly as in the paper: BiCo, maps of full rank, scale 1")
 
     @model_validator(mode="before")

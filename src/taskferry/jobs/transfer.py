@@ -19,6 +19,7 @@ from taskferry.fitting.objectives import Classifier, LanguageModel
 from taskferry.fitting.scale import ScaleCurve
 from taskferry.fitting.task_head import MovedHead, TaskHead
 from taskferry.fitting.teacher import check_whole
+from taskferry.jobs.answers import HeldOutAnswers, held_out_answers
 from taskferry.jobs.forecast import foretold
 from taskferry.jobs.opening import Opened, cut_line, opened
 from taskferry.jobs.output import FORMS, dequantised, in_form, output_kind, packed, rounded, write_output
@@ -32,10 +33,11 @@ from taskferry.methods import Job, Moved, find
 from taskferry.methods.registry import without_move
 from taskferry.taskvector import LazyDeltas, TaskVector
 from taskferry.training.lessons import Likeness, kind_of
-from taskferry.training.refinement import STAGE, least_of, refine
+from taskferry.training.refinement import STAGE, Refined, least_of, refine
 
 REAL = 100_000_000  # parameters of the smallest language models that this was measured on (docs/results.md)
 ENGINES = {"whole": "both models in memory", "blockwise": "one block at a time", "ranks": "several processes"}
+WORSE = " Fewer answers are right than before: nothing was written (--force writes it anyway)."
 HALVED = " Half of the scale that is best on them was taken."
 
 
@@ -80,7 +82,6 @@ def transfer(
         if not curve.helps:
             factor = 0.0
         shown = in_units(curve, job)
-        answers = job.pair.answers([factor * each for each in judged]) if curve.helps else None
         expected = foretold(
             settings,
             job.pair.objectives[1],
@@ -96,6 +97,10 @@ def transfer(
             without = [factor * each for each in crossed]
             refined = refine(job.pair, job.tau, written, refinement, without=without, folder=folder)
             written = refined.tau
+        answers = None
+        if (curve.helps or refined is not None) and not method.needs.training:
+            changes = [factor * each for each in judged]
+            answers = _answers(models, job, changes, factor * final, refined, timing)
         seen = moved.tau if refined is None else replace(written, coverage=moved.tau.coverage)
         spectrum = {} if isinstance(final.deltas, LazyDeltas) else before_and_after(models.tuned.tau, seen)
         moved_head = None if head is None else head.move(models.prepared.calibration, models.tuned.tau, written)
@@ -142,6 +147,9 @@ def transfer(
             **({} if moved_head is None else {"head": dict(moved_head.facts)}),
         )
         helps = curve.helps or (refined is not None and refined.kept > 0)
+        if answers is not None and answers.gain[2] < 0 and settings.scale == "auto" and not settings.force:
+            helps = False
+            record["verdict"]["sentence"] += WORSE
         if not helps or not models.first:
             return Outcome(record, None)
         record["verdict"]["sentence"] += dequantised(kind, models.target) + rounded(kind, models.target, written)
@@ -150,8 +158,31 @@ def transfer(
             record["verdict"]["sentence"] += told_of(moved_head)
         if halved and curve.helps:
             record["verdict"]["sentence"] += HALVED
-        write_output(settings, kind, written, models.target, adapter, record, models.inputs, timing, drawn)
+        questions = models.prepared.questions
+        template = None if questions is None else questions.template
+        write_output(settings, kind, written, models.target, adapter, record, models.inputs, timing, drawn, template)
         return Outcome(record, settings.out)
+
+
+def _answers(
+    models: Opened,
+    job: Job,
+    changes: Sequence[TaskVector],
+    start: TaskVector,
+    refined: Refined | None,
+    timing: Timing,
+) -> HeldOutAnswers | None:
+    """What the target answers on samples that made neither the change nor what was learned after it.
+
+    `changes` were made without each fold of the samples; what a refinement of `start` has learned is added to each.
+    """
+    if refined is None:
+        parts = [[i for batch in part for i in batch.ids] for part in job.calibration.judging(len(changes))]
+        return held_out_answers(models, parts, changes, [], held_out=job.calibration.folds > 1, progress=timing.step)
+    used = [(part, change) for part, change in zip(refined.parts, changes, strict=True) if part]
+    moved = [change for _, change in used]
+    learned = [change + (refined.tau - start) for change in moved]
+    return held_out_answers(models, [part for part, _ in used], moved, learned, progress=timing.step)
 
 
 def _head(settings: TransferSettings, models: Opened, kind: str) -> TaskHead | None:

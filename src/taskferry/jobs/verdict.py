@@ -8,8 +8,8 @@ from typing import Any
 
 from taskferry.checkpoints import by_reason
 from taskferry.coverage import Coverage
-from taskferry.fitting.answers import Answers
 from taskferry.fitting.scale import ScaleCurve
+from taskferry.jobs.answers import HeldOutAnswers
 from taskferry.jobs.forecast import Forecast
 from taskferry.methods.registry import FEW, without_move
 from taskferry.taskvector import TaskVector
@@ -19,6 +19,7 @@ GENERATED = (
     "All of this is on samples that the tuned source wrote, which is no evidence on real ones: evaluate it on those."
 )
 TAUGHT = "The answers are those of the tuned source: evaluate it on true ones."
+HELPS, NOT_SHOWN, HARMS = "helps", "not shown to help", "harms"  # the states of a verdict
 LEAST_SHARE = 0.005  # of a change, that is spoken of
 LARGE_SHARE = 0.05  # of a change, that is warned of
 
@@ -41,7 +42,7 @@ def verdict(
     judged: Judged,
     moved: TaskVector,
     energy: Mapping[str, Any] | None = None,
-    answers: tuple[Answers, Answers] | None = None,
+    answers: HeldOutAnswers | None = None,
     refined: Refined | None = None,
     ignored: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def verdict(
         )
         sentence += left_behind(energy)
     if answers is not None:
-        sentence = f"{sentence} {answers_sentence(*answers)}"
+        sentence = f"{sentence} {answers.sentence}"
     if judged.expected is not None:
         sentence = f"{sentence} {judged.expected.sentence}"
     if refined is not None:
@@ -81,23 +82,35 @@ def verdict(
         sentence = f"{sentence} {GENERATED}"
     elif judged.taught:
         sentence = f"{sentence} {TAUGHT}"
+    state = state_of(judged, answers, refined)
     return {
         "sentence": sentence,
+        "state": state,
         "warnings": warnings(judged, energy, ignored or {}, refined) if curve.helps or trained else [],
-        "better": (after < before and (judged.apart or not trained)) or (refined is not None and refined.better),
         "scale": curve.best,
         "loss_before": before,
         "loss_after": after,
         "loss_unit": unit,
         "loss_of_folds": [list(each) for each in curve.folds],
         "uncertain": curve.doubtful,
-        "right_answers": None if answers is None else [each.right for each in answers],
-        "exact_answers": None if answers is None else [each.exact for each in answers],
+        "answers": None if answers is None else answers.record(),
         "expected_share": None if judged.expected is None else judged.expected.record(),
         **_counts(moved),
         **({"energy": dict(energy)} if energy else {}),
         **({"generated_samples": True} if judged.generated else {}),
     }
+
+
+def state_of(judged: Judged, answers: HeldOutAnswers | None, refined: Refined | None = None) -> str:
+    """Whether what is written helps: by right answers on held-out samples, or by the loss where there are none."""
+    curve, trained = judged.curve, refined is not None and refined.kept > 0
+    lower = curve.loss(curve.best) < curve.loss(0.0) if refined is None or not trained else refined.better
+    if answers is None:
+        return HARMS if not lower else NOT_SHOWN if curve.doubtful and not trained else HELPS
+    _, low, high = answers.gain
+    if low > 0:
+        return HELPS
+    return HARMS if high < 0 or not lower else NOT_SHOWN
 
 
 def applied(
@@ -170,14 +183,6 @@ def weights_moved(coverage: Coverage | None) -> float | None:
     if coverage is None or not coverage.rows:
         return None
     return coverage.share()
-
-
-def answers_sentence(before: Answers, after: Answers) -> str:
-    """What a language model answers, which its loss alone does not tell."""
-    if before.right is None or after.right is None or before.choices is None:
-        return f"Answers word for word: {before.exact:.3g} % before, {after.exact:.3g} % after."
-    among = f"Right answers among the {len(before.choices)} in the samples"
-    return f"{among}: {before.right:.3g} % before, {after.right:.3g} % after."
 
 
 def left_behind(energy: Mapping[str, Any] | None) -> str:

@@ -15,12 +15,12 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-a
 _LIGHT = {
     "paper": "#ffffff", "card": "#f6f7f9", "ink": "#18212f", "muted": "#566072", "line": "#d5dae1",
     "heat": "#7cc0ec", "moved": "#a9dcc6", "partly": "#f6d78b", "kept": "#eceef1",
-    "good": "#00664b", "bad": "#a33f00", "link": "#005a8f",
+    "good": "#00664b", "open": "#7a5c00", "bad": "#a33f00", "link": "#005a8f",
 } | {f"c{i + 1}": colour for i, colour in enumerate(COLOURS)}  # fmt: skip
 _DARK = {
     "paper": "#12161c", "card": "#1b212a", "ink": "#e7ebf1", "muted": "#a3adbb", "line": "#364050",
     "heat": "#175f91", "moved": "#0f5a45", "partly": "#6d5108", "kept": "#232b36",
-    "good": "#4fd1a5", "bad": "#ff9d5c", "link": "#7cc4f5",
+    "good": "#4fd1a5", "open": "#e5c04a", "bad": "#ff9d5c", "link": "#7cc4f5",
     "c1": "#5db3ee", "c2": "#ff8a47", "c3": "#35c79b", "c4": "#e3a3c6", "c5": "#f2bd45", "c6": "#9ad3f7",
     "c7": "#b3b3b3", "c8": "#c99486", "c9": "#c8c84a",
 }  # fmt: skip
@@ -37,8 +37,10 @@ h1 { margin: .15rem 0 0; font-size: clamp(1.45rem, 1.1rem + 1.8vw, 2.2rem); line
   overflow-wrap: anywhere; text-wrap: balance }
 .verdict { margin: 1.1rem 0 0; padding: .85rem 1.1rem; border-left: 4px solid var(--muted); background: var(--card);
   border-radius: 0 .5rem .5rem 0; font-size: 1.0625rem; overflow-wrap: anywhere }
-.verdict.good { border-color: var(--good) } .verdict.bad { border-color: var(--bad) }
-.verdict b { display: block; font-size: .875rem } .good b { color: var(--good) } .bad b { color: var(--bad) }
+.verdict.good { border-color: var(--good) } .verdict.open { border-color: var(--open) }
+.verdict.bad { border-color: var(--bad) }
+.verdict b { display: block; font-size: .875rem } .good b { color: var(--good) } .open b { color: var(--open) }
+.bad b { color: var(--bad) }
 section { margin: 2.6rem 0 }
 h2 { margin: 0 0 .75rem; font-size: 1.25rem; line-height: 1.3; letter-spacing: -.01em; overflow-wrap: anywhere }
 p { margin: 0 0 .8rem; max-width: 46rem; overflow-wrap: anywhere } .note { color: var(--muted); font-size: .9375rem }
@@ -95,7 +97,7 @@ footer { color: var(--muted); font-size: .875rem; padding-bottom: 2.5rem; overfl
 
 def page(report: Report) -> str:
     """The whole file."""
-    mark = {True: "verdict good", False: "verdict bad", None: "verdict"}[report.good]
+    mark = f"verdict {report.colour}".strip()
     verdict = tag("b", escape(report.badge)) if report.badge else ""
     title = escape(report.title)
     return (

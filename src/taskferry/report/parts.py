@@ -259,7 +259,7 @@ class Report:
     sections: Sequence[Section]
     foot: str = ""
     badge: str = ""  # the verdict in two words
-    good: bool | None = None  # and its colour
+    colour: str = ""  # of the badge: "good", "open" or "bad"
 
     def markdown(self) -> str:
         """The page as a text file."""

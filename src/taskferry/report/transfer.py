@@ -30,6 +30,11 @@ from taskferry.report.parts import (
 )
 
 Record = Mapping[str, Any]
+BADGES = {
+    "helps": ("It helps on the samples", "good"),
+    "not shown to help": ("Not shown to help", "open"),
+    "harms": ("It does harm on the samples", "bad"),
+}
 POOR = 0.99  # residual of a map that finds next to nothing in common
 
 
@@ -39,6 +44,7 @@ def transfer_report(record: Record, name: str) -> Report:
     source, target = short(settings.get("source_tuned")), short(settings.get("target_base"))
     sections = [
         Section("In short", [*_warnings(record), Tiles(_tiles(record))]),
+        *_answers(verdict.get("answers")),
         coverage_section(record["coverage"], verdict.get("energy", {})),
         *_maps(record.get("sites", [])),
         *_curves(record),
@@ -46,10 +52,9 @@ def transfer_report(record: Record, name: str) -> Report:
         Section("Where it comes from", [Facts(_provenance(record)), *_hashes(record.get("inputs", {}))]),
         Section("To repeat it", [Code(str(record["command"]))]),
     ]
-    good = verdict.get("better")
-    badge = {True: "It helps on the samples", False: "It does not help on the samples", None: ""}[good]
+    badge, colour = BADGES.get(verdict.get("state"), ("", ""))
     title, foot = f"{source} on {target}", f"From {name}/taskferry.json."
-    return Report("transfer", title, str(verdict["sentence"]), sections, foot, badge, good)
+    return Report("transfer", title, str(verdict["sentence"]), sections, foot, badge, colour)
 
 
 def _warnings(record: Record) -> list[Part]:
@@ -88,10 +93,11 @@ def _tiles(record: Record) -> list[tuple[str, Cell, str]]:
         before = number(verdict["loss_before"])
         unit = verdict.get("loss_unit", "per sample")
         tiles.append((f"Calibration loss {unit}", number(verdict["loss_after"]), f"{before.shown} before"))
-    for words, key in (("Right answers", "right_answers"), ("Answers word for word", "exact_answers")):
-        found = verdict.get(key)
-        if found and found[0] is not None:
-            tiles.append((words, Number(float(found[1]), f"{found[1]:.3g} %"), f"{found[0]:.3g} % before"))
+    if answers := verdict.get("answers"):
+        before, after, own = (
+            answers[name]["right"] for name in ("before", "refined" if "refined" in answers else "moved", "source")
+        )
+        tiles.append(("Right answers", Number(after, f"{after:.0f} %"), f"{before:.0f} % before, source {own:.0f} %"))
     if expected := verdict.get("expected_share"):
         ends = " to ".join(f"{100 * expected[end]:.0f}" for end in ("low", "high"))
         tiles.append(("Expected share of the gain", Number(expected["share"], f"{100 * expected['share']:.0f} %"),
@@ -158,6 +164,35 @@ def coverage_section(coverage: Record, energy: Record | None = None) -> Section:
         tables.append(Table("Outside of the blocks", ["parameter", "what happened"], outside, words=2))
     parts = [Row([Stack([*maps, *folds]), Stack(tables)])] if len(maps) < 2 else [Row(maps), *folds, Row(tables)]
     return Section("What moved", [Text(legend(), "note"), *parts])
+
+
+def _answers(answers: Record | None) -> list[Section]:
+    """Scores of held-out answers, and some prompts with what each model wrote."""
+    if not answers:
+        return []
+    named = {"source": "tuned source", "before": "target before", "moved": "target moved", "refined": "target refined"}
+    facts = {"right": "right", "exact": "exact", "begins": "begins right", "stopped": "stopped", "valid_json": "JSON"}
+    shown = {name: words for name, words in facts.items() if name in answers["before"]}
+    scores: list[list[Cell]] = [
+        [words, *(Number(answers[who][name], f"{answers[who][name]:.0f} %") for name in shown)]
+        for who, words in named.items()
+        if who in answers
+    ]
+    examples: list[list[Cell]] = [
+        [example[name] for name in ("prompt", "source", "before", "after")] for example in answers["examples"]
+    ]
+    gain = answers["gain"]
+    told = f"{gain['points']:+.0f} points of right answers, 95 % interval {gain['low']:+.0f} to {gain['high']:+.0f}."
+    return [
+        Section(
+            "What it answers",
+            [
+                Text(told, "note"),
+                Table(f"Answers to {answers['samples']} held-out prompts", ["", *shown.values()], scores),
+                Table("Some of them", ["prompt", "tuned source", "target before", "target after"], examples, words=4),
+            ],
+        )
+    ]
 
 
 def _maps(sites: Sequence[Record]) -> list[Section]:

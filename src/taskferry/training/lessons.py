@@ -162,7 +162,7 @@ class Tokens(Lesson):
         super().__init__(Views(calibration, 0))
         self.model = models[1]
         same = all(torch.equal(A.inputs["input_ids"], B.inputs["input_ids"]) for A, B in calibration)
-        table = None if same else translation(calibration.tokenizers)
+        table = None if same else translation(calibration.tokenizers, calibration.ends)
         self.at: list[Tensor] = []  # of each sample: positions [P], their likely tokens [P, k] and probabilities
         self.likely: list[Tensor] = []
         self.chances: list[Tensor] = []

@@ -97,6 +97,7 @@ class Refined:
     lesson: str
     untouched: float  # the loss of the target without any change
     broken: str = ""  # why it ended early
+    parts: tuple[tuple[int, ...], ...] = ()  # numbers of the samples kept aside, of each fold of the samples
 
     @property
     def better(self) -> bool:
@@ -227,7 +228,11 @@ def refine(
                 after = result() if evaluations[-1][1] < evaluations[0][1] else start
     kept = 0 if after is start else settings.steps
     kind = type(lesson).__name__.lower()
-    return Refined(after, tuple(evaluations), kept, settings, len(unseen), lesson.unit, kind, untouched, broken)
+    numbers = [i for batch in pair.calibration.side(1) for i in batch.ids]
+    aside_by_fold = tuple(tuple(numbers[i] for i in part) for part in parts) if numbers else ()
+    return Refined(
+        after, tuple(evaluations), kept, settings, len(unseen), lesson.unit, kind, untouched, broken, aside_by_fold
+    )
 
 
 def least_of(pair: ModelPair, settings: Refinement) -> int:

@@ -1,0 +1,159 @@
+"""What the target answers before and after a transfer, beside the tuned source, on held-out samples.
+
+>>> answers = held_out_answers(opened, parts, [moved], refined=[])
+>>> answers.gain, answers.examples(5)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from taskferry.checkpoints import Loaded
+from taskferry.fitting.answers import Score, answers_of, choices_of, gain
+from taskferry.fitting.scale import moved_by
+from taskferry.fitting.teacher import teacher_model
+from taskferry.jobs.opening import Opened
+from taskferry.taskvector import TaskVector
+
+MOST = 100  # prompts: enough for an interval of ten points, and generating takes its time
+LONGEST = 300  # characters of an example
+STAGE = "answers"
+
+
+@dataclass(frozen=True)
+class HeldOutAnswers:
+    """Answers to the same prompts: of the tuned source, of the target untouched, moved, and refined."""
+
+    prompts: tuple[str, ...]
+    source: Score
+    before: Score
+    moved: Score
+    refined: Score | None
+    ends: bool  # whether the tuned source ends its answers, so that one without an end is wrong
+    held_out: bool = True  # whether the samples made none of what is scored
+
+    @property
+    def after(self) -> Score:
+        """Of what is written."""
+        return self.moved if self.refined is None else self.refined
+
+    @property
+    def gain(self) -> tuple[float, float, float]:
+        """Points of right answers that were gained, and the ends of a 95 % interval."""
+        return gain(self.before.right_each(self.ends), self.after.right_each(self.ends))
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        points, low, high = self.gain
+        before, moved, source = (each.right(self.ends) for each in (self.before, self.moved, self.source))
+        then = f"{moved:.0f} % after"
+        if self.refined is not None:
+            then = f"{moved:.0f} % moved, {self.refined.right(self.ends):.0f} % refined"
+        change = f"{points:+.0f} points, 95 % interval {low:+.0f} to {high:+.0f}".replace("-", "−")
+        on = f"{len(self.prompts)} {'held-out' if self.held_out else 'calibration'} samples"
+        sentence = (
+            f"Right answers on {on}: {before:.0f} % before, {then} ({change}); the tuned source has {source:.0f} %."
+        )
+        if self.ends and self.after.stopped < self.source.stopped:
+            own = f"{self.source.stopped:.0f} % of the source's"
+            sentence += f" {self.after.stopped:.0f} % of the answers end by themselves, {own}."
+        return sentence
+
+    def examples(self, count: int) -> list[dict[str, str]]:
+        """Some of the prompts, with what each wrote."""
+        step = max(1, len(self.prompts) // count)
+        return [
+            {
+                "prompt": _cut(self.prompts[i]),
+                "source": _cut(self.source.written[i].text),
+                "before": _cut(self.before.written[i].text),
+                "after": _cut(self.after.written[i].text),
+            }
+            for i in range(0, len(self.prompts), step)
+        ][:count]
+
+    def record(self) -> dict[str, Any]:
+        """For machines."""
+        scores = {"source": self.source, "before": self.before, "moved": self.moved, "refined": self.refined}
+        points, low, high = self.gain
+        return {
+            "samples": len(self.prompts),
+            "held_out": self.held_out,
+            "ends": self.ends,
+            **{name: _facts(score, self.ends) for name, score in scores.items() if score is not None},
+            "gain": {"points": round(points, 2), "low": round(low, 2), "high": round(high, 2)},
+            "examples": self.examples(5),
+        }
+
+
+def held_out_answers(
+    opened: Opened,
+    parts: Sequence[Sequence[int]],
+    moved: Sequence[TaskVector],
+    refined: Sequence[TaskVector],
+    *,
+    held_out: bool = True,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> HeldOutAnswers | None:
+    """Generate on samples that did not make a change; None where there are no prompts, or no models to ask.
+
+    `parts` are numbers of samples; `moved` and `refined` have one change for each part, made without its samples.
+    """
+    questions = opened.prepared.questions
+    if questions is None or len(opened.models) != 2 or opened.pair.engine != "whole":
+        return None
+    parts = [_evenly(part, MOST // len(parts)) for part in parts]
+    source, target = opened.models
+    samples = [questions.samples[i] for part in parts for i in part]
+    choices = choices_of([sample[-1].text for sample in questions.samples])
+    total, done = len(samples) * (3 + bool(refined)), 0
+
+    def answers(loaded: Loaded, numbers: Sequence[int]) -> Score:
+        nonlocal done
+        asked, start = [questions.samples[i] for i in numbers], done
+        done += len(asked)
+        tell = None if progress is None else lambda now, _: progress(STAGE, start + now, total)
+        return answers_of(loaded.model, loaded.tokenizer(), asked, choices=choices, progress=tell)
+
+    def changed(changes: Sequence[TaskVector]) -> Score:
+        found = []
+        for change, part in zip(changes, parts, strict=True):
+            with moved_by(target.model, change) as set_scale:
+                set_scale(1.0)
+                found.append(answers(target, part))
+        return _joined(found)
+
+    everything = [i for part in parts for i in part]
+    with teacher_model(source, opened.tuned) as teacher:
+        of_source = answers(teacher, everything)
+    return HeldOutAnswers(
+        tuple("\n".join(segment.text for segment in sample[:-1]) for sample in samples),
+        of_source,
+        answers(target, everything),
+        changed(moved),
+        changed(refined) if refined else None,
+        questions.ends,
+        held_out,
+    )
+
+
+def _joined(scores: Sequence[Score]) -> Score:
+    wanted = tuple(answer for score in scores for answer in score.wanted)
+    return Score(wanted, tuple(each for score in scores for each in score.written), scores[0].choices)
+
+
+def _facts(score: Score, ends: bool) -> Mapping[str, float]:
+    return {"right": round(score.right(ends), 2), **score.facts()}
+
+
+def _evenly(numbers: Sequence[int], most: int) -> Sequence[int]:
+    """At most so many of them, from all places."""
+    return [numbers[i * len(numbers) // most] for i in range(most)] if len(numbers) > most else numbers
+
+
+def _cut(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= LONGEST else f"…{text[1 - LONGEST :]}"
