@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.shared import common
 from benchmarks.shared.costs import frontier_numbers, steps_shares, steps_table
-from benchmarks.shared.language import language_numbers, language_table, limit_numbers
+from benchmarks.shared.language import ends_table, language_numbers, language_table, limit_numbers
 from benchmarks.shared.sections import SECTIONS
 from benchmarks.zoo import zoo, zoo_data
 from taskferry.bench.recipe import load_recipe

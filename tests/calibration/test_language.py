@@ -115,7 +115,8 @@ def test_texts_that_were_cut_are_counted() -> None:
 def ended(tokenizer: Any, rows: list[list[Segment]], other: Any = None) -> list[list[int]]:
     """The counted tokens of each sample, with ends, for one model and the other."""
     calibration = language_calibration(rows, tokenizer, other, ends=True)
-    return [[ids[ids != IGNORED].tolist() for ids in batch.inputs["labels"]][0] for batch in calibration.pairs[0]]
+    first = [batch.inputs["labels"][0] for batch in calibration.pairs[0]]
+    return [ids[ids != IGNORED].tolist() for ids in first]
 
 
 def with_end(kind: str, end: str, template: str | None = None) -> Any:
@@ -159,7 +160,7 @@ def test_a_borrowed_template_ends_turns_by_the_borrower_s_end() -> None:
     assert with_template(B, A)
     assert not with_template(B, A)  # it has one now
     text, _ = rendered_chat(B, chat[0])
-    assert text == "<|im_start|>user\nWhich letter?</done>\n<|im_start|>assistant\na</done>\n"
+    assert text == f"{B.bos_token}<|im_start|>user\nWhich letter?</done>\n<|im_start|>assistant\na</done>\n"
     assert ended(A, chat, B)[1][-1] == B.eos_token_id
     calibration = language_calibration(chat, A, B, ends=True)
     assert calibration.ends == (A.eos_token_id, B.eos_token_id)

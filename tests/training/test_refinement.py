@@ -22,9 +22,9 @@ from taskferry.calibration.augmentation import Views
 from taskferry.checkpoints.lowrank import compress
 from taskferry.disk.records import as_json
 from taskferry.fitting.scale import moved_by
+from taskferry.fitting.teacher import Written
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.plan import plan_job
-from taskferry.fitting.teacher import Written
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.transfer import transfer
