@@ -12,9 +12,10 @@ from torch import nn
 
 from taskferry import Calibration, LanguageModel, TaskVector, evaluate
 from taskferry.calibration.batch import IGNORED, Batch
+from taskferry.choices import is_language_class
 from taskferry.engines.whole import WholePair
 from taskferry.fitting.answers import Answers
-from taskferry.fitting.language import is_language_class, predicted
+from taskferry.fitting.language import predicted
 from tests.helpers import folders, tiny
 from tests.helpers.command import taskferry
 
