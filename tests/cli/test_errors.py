@@ -122,6 +122,13 @@ def test_a_tuned_model_of_another_shape(world: Path, tmp_path: Path) -> None:
         refused(world, tmp_path, "does not differ", source_tuned=world / "bert", more=("--engine", engine))
 
 
+def test_a_tuned_model_of_another_family(world: Path, tmp_path: Path) -> None:
+    folders.causal(tmp_path / "qwen", "Qwen2ForCausalLM", 16, 2, 1)
+    refused(world, tmp_path, f"{tmp_path / 'qwen'} is a Qwen2ForCausalLM, the base a LlamaForCausalLM",
+            "give the base model that was tuned", source_base=world / "llama", source_tuned=tmp_path / "qwen",
+            target_base=world / "bytes", calibration=world / "prompts.jsonl")  # fmt: skip
+
+
 def test_a_setting_that_cannot_be_read(world: Path, tmp_path: Path) -> None:
     refused(world, tmp_path, "halfway=[0.5 cannot be read", more=("--method-settings", "halfway=[0.5"))
 
