@@ -251,7 +251,7 @@ def _language(
     settings: CalibrationSettings, samples: Samples, source: Loaded, target: Loaded, tuned: Tuned | None, kind: str
 ) -> tuple[Calibration, str, list[int]]:
     """The calibration set, where its answers came from, and which of the samples have one."""
-    origin = "the text itself"
+    origin = "the answers in the chats" if samples.kind == "messages" else "the text itself"
     rows = [dict(row) for row in samples.rows]
     kept = list(range(len(rows)))
     lengths = {"max_length": settings.max_length, "micro_batch": settings.micro_batch}
