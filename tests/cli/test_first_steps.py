@@ -204,6 +204,20 @@ def test_the_last_line_can_be_pasted(world: Path, tmp_path: Path) -> None:
     assert "per token" in taskferry(*words, cwd=desk).out
 
 
+def test_fit_ends_with_a_command_of_what_it_was_given(world: Path, tmp_path: Path) -> None:
+    folders.shifted(world / "base-a", tmp_path / "tuned")
+    for name, tuned in {"nothing": None, "lora": world / "my-lora", "model": tmp_path / "tuned"}.items():
+        options = given(world, tmp_path / name, source_tuned=tuned)
+        if tuned is None:
+            del options[2:4]
+        ran = taskferry("fit", *options, "--samples", 6, "--method", "bico")
+        verb, alignment, shown, *more = ran.out.split("taskferry ", 1)[1].split()
+        assert (verb, Path(alignment)) == ("apply", tmp_path / name)
+        assert shown == str(tuned or "ADAPTER")
+        taskferry(verb, alignment, shown.replace("ADAPTER", str(world / "my-lora")), *more, cwd=tmp_path)
+        assert (tmp_path / f"{Path(shown).name}-moved" / "taskferry.json").is_file()
+
+
 def test_what_is_said_of_a_mistake(world: Path, tmp_path: Path) -> None:
     def refused(*words: str, more: tuple[object, ...] = (), **changed: object) -> None:
         err = taskferry("transfer", *given(world, tmp_path / "out", **changed), *more, code=2).err
