@@ -164,8 +164,6 @@ def _announce_writes() -> None:
     """safetensors writes beneath Python: say so before, so that a hook hears of it."""
     import safetensors.torch
 
-    import taskferry.disk.files
-
     write = safetensors.torch.save_file
 
     def announced(tensors: Any, filename: Any, *more: Any, **named: Any) -> None:
@@ -173,7 +171,6 @@ def _announce_writes() -> None:
         write(tensors, filename, *more, **named)
 
     safetensors.torch.save_file = announced
-    taskferry.disk.files.save_file = announced
     with contextlib.suppress(ImportError, AttributeError):
         import transformers.modeling_utils as modeling
 

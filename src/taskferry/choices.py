@@ -17,6 +17,11 @@ RankPolicy = Literal["range", "full"]
 DEFAULT_TOLERANCE = 1e-6  # smallest singular value kept, relative to the largest
 
 
+def is_language_class(name: str) -> bool:
+    """Whether models of a class predict tokens, by its name."""
+    return name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel"))  # MT: of Marian
+
+
 def template(text: str) -> str:
     """One plain {}, and no other brace that a format would read."""
     try:

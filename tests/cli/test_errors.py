@@ -122,6 +122,13 @@ def test_a_tuned_model_of_another_shape(world: Path, tmp_path: Path) -> None:
         refused(world, tmp_path, "does not differ", source_tuned=world / "bert", more=("--engine", engine))
 
 
+def test_a_tuned_model_of_another_family(world: Path, tmp_path: Path) -> None:
+    folders.causal(tmp_path / "qwen", "Qwen2ForCausalLM", 16, 2, 1)
+    refused(world, tmp_path, f"{tmp_path / 'qwen'} is a Qwen2ForCausalLM, the base a LlamaForCausalLM",
+            "give the base model that was tuned", source_base=world / "llama", source_tuned=tmp_path / "qwen",
+            target_base=world / "bytes", calibration=world / "prompts.jsonl")  # fmt: skip
+
+
 def test_a_setting_that_cannot_be_read(world: Path, tmp_path: Path) -> None:
     refused(world, tmp_path, "halfway=[0.5 cannot be read", more=("--method-settings", "halfway=[0.5"))
 
@@ -140,6 +147,29 @@ def test_one_sample(world: Path, tmp_path: Path) -> None:
     refused(world, tmp_path, "at least two classes", calibration=one)
     one.write_text(2 * (json.dumps({"words": "A ferry."}) + "\n"))
     refused(world, tmp_path, "rename words to text", calibration=one)
+
+
+@pytest.mark.parametrize("command", ["transfer", "blockwise", "fit", "plan"])
+def test_data_are_refused_before_a_model_is_loaded(command: str, world: Path, tmp_path: Path) -> None:
+    """Bases without weights: what is wrong with the samples is said without them."""
+    for name in ("bert", "llama"):
+        (tmp_path / name).mkdir()
+        shutil.copy(world / name / "config.json", tmp_path / name)
+    data = {
+        "renamed": ("llama", {"question": "Where?", "answer": "Here."}, "rename question to prompt"),
+        "unanswered": ("llama", {"messages": [{"role": "user", "content": "Where?"}]}, "without an answer"),
+        "pairs": ("llama", {"anchor": "Where?", "positive": "Here."}, "pairs of texts are for sentence encoders"),
+        "asked": ("bert", {"prompt": "Where?", "completion": "Here."}, "an encoder needs a text column"),
+    }
+    verb = "transfer" if command == "blockwise" else command
+    for name, (base, row, word) in data.items():
+        (tmp_path / f"{name}.jsonl").write_text(3 * f"{json.dumps(row)}\n")
+        given = ["--source-base", tmp_path / base, "--target-base", tmp_path / base, "--calibration",
+                 tmp_path / f"{name}.jsonl", *(["--out", tmp_path / "out"] if verb != "plan" else []),
+                 *(["--source-tuned", world / "lora"] if verb == "transfer" else []),
+                 *(["--engine", "blockwise"] if command == "blockwise" else [])]  # fmt: skip
+        err = taskferry(verb, *given, code=2).err
+        assert word in err, (name, err)
 
 
 def test_two_tokenizers_without_offsets(world: Path, tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ sys.argv = ["taskferry", *sys.argv[1:]]
 try:
     main()
 except SystemExit as end:
-    assert not end.code, end.code
+    code = end.code or 0
+else:
+    code = 0
 heavy = {"torch", "transformers", "peft", "datasets", "matplotlib", "sympy"}
 if not any(not word.startswith("-") for word in sys.argv[1:]):  # of no verb: neither settings nor options
     heavy |= {"yaml", "taskferry.settings", "taskferry.cli.options"}
@@ -36,15 +38,18 @@ if sys.argv[1:] == ["--help"]:
 if "--version" in sys.argv:
     heavy |= {"typer", "rich", "importlib.metadata"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
+sys.exit(code)
 """
 
 
-def light(*words: str) -> str:
-    """The command in a new process that may import nothing heavy, in 80 columns."""
+def light(*words: str, code: int = 0) -> str:
+    """The command in a new process that may import nothing heavy, in 80 columns; with a code, what it says of it."""
     command = [sys.executable, "-c", WITHOUT_TORCH, *words]
     variables = {**os.environ, "COLUMNS": "80", "TERM": "dumb", "TERMINAL_WIDTH": "80"}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False, timeout=900)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
+    if code:
+        return done.stderr
     assert all(len(line) <= 80 for line in done.stdout.splitlines()), done.stdout
     return done.stdout
 
@@ -62,6 +67,23 @@ def test_version_and_help_need_no_torch() -> None:
         assert all(re.search(rf"^│ {verb} ", part, re.M) for verb in verbs), (panel, part)
     assert "--install-completion" in shown
     assert "<bool>" not in shown
+
+
+def test_what_reads_or_copies_files_alone_needs_no_torch(tmp_path: Path) -> None:
+    light("example", str(tmp_path / "demo"), "--quiet")
+    (tmp_path / "moved").mkdir()
+    rows = [{"parameter": "w", "status": "moved", "reason": ""}]
+    record = {"verdict": {"sentence": "It moved."}, "coverage": {"rows": rows}}
+    (tmp_path / "moved" / "taskferry.json").write_text(json.dumps(record))
+    assert "It moved." in light("inspect", str(tmp_path / "moved"))
+
+
+def test_a_missing_or_wrong_option_needs_no_torch(tmp_path: Path) -> None:
+    bases = ["--source-base", str(tmp_path), "--target-base", str(tmp_path), "--source-tuned", str(tmp_path)]
+    assert "--source-base is missing" in light("transfer", code=2)
+    assert "--calibration is missing" in light("transfer", *bases, "--out", "moved", code=2)
+    assert "--out is missing" in light("fit", *bases, "--calibration", "data.jsonl", code=2)
+    assert "No such option" in light("transfer", "--sampels", "3", code=2)
 
 
 @pytest.mark.parametrize(("verb", "sentence"), [pair for verbs in VERBS.values() for pair in verbs.items()])
@@ -180,6 +202,20 @@ def test_the_last_line_can_be_pasted(world: Path, tmp_path: Path) -> None:
     words = line.split("taskferry ", 1)[1].split()
     assert words[-2:] == ["--test", "test.jsonl"]
     assert "per token" in taskferry(*words, cwd=desk).out
+
+
+def test_fit_ends_with_a_command_of_what_it_was_given(world: Path, tmp_path: Path) -> None:
+    folders.shifted(world / "base-a", tmp_path / "tuned")
+    for name, tuned in {"nothing": None, "lora": world / "my-lora", "model": tmp_path / "tuned"}.items():
+        options = given(world, tmp_path / name, source_tuned=tuned)
+        if tuned is None:
+            del options[2:4]
+        ran = taskferry("fit", *options, "--samples", 6, "--method", "bico")
+        verb, alignment, shown, *more = ran.out.split("taskferry ", 1)[1].split()
+        assert (verb, Path(alignment)) == ("apply", tmp_path / name)
+        assert shown == str(tuned or "ADAPTER")
+        taskferry(verb, alignment, shown.replace("ADAPTER", str(world / "my-lora")), *more, cwd=tmp_path)
+        assert (tmp_path / f"{Path(shown).name}-moved" / "taskferry.json").is_file()
 
 
 def test_what_is_said_of_a_mistake(world: Path, tmp_path: Path) -> None:

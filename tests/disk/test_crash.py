@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 import taskferry.disk.files
@@ -70,14 +71,14 @@ def test_what_a_dead_run_left_is_swept_and_a_living_one_is_not(tmp_path: Path) -
 def test_a_lock_is_kept_while_safetensors_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the library does with the file, a sweep of another run lets it be."""
     seen = []
-    save = taskferry.disk.files.save_file
+    save = safetensors.torch.save_file
 
     def swept(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
         save(tensors, path, metadata)
         sweep(tmp_path)
         seen.append(Path(path).exists())
 
-    monkeypatch.setattr(taskferry.disk.files, "save_file", swept)
+    monkeypatch.setattr(safetensors.torch, "save_file", swept)
     write_safetensors(tmp_path / "x", {"a": torch.ones(3)}, {"format": "x"})
     assert seen == [True]
     assert names(tmp_path) == {"x"}
@@ -101,9 +102,9 @@ def test_a_write_that_fails_keeps_what_was_there(code: int, tmp_path: Path, monk
     def fail(*given: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    for place in ("save_file", "sync"):
+    for module, place in ((safetensors.torch, "save_file"), (taskferry.disk.files, "sync")):
         with monkeypatch.context() as patch:
-            patch.setattr(taskferry.disk.files, place, fail)
+            patch.setattr(module, place, fail)
             with pytest.raises(TaskferryError, match=r"disk is full|cannot be written"):
                 (2 * tau).save(path)
         assert path.read_bytes() == before

@@ -13,8 +13,9 @@ from taskferry import LanguageModel, evaluate
 from taskferry.calibration.batch import IGNORED, Batch
 from taskferry.calibration.language import Segment
 from taskferry.checkpoints import load_model
+from taskferry.choices import is_language_class
 from taskferry.fitting.answers import Answers, Score, answers_of, choices_of, gain
-from taskferry.fitting.language import is_language_class, predicted
+from taskferry.fitting.language import predicted
 from taskferry.fitting.teacher import Written
 from tests.helpers import folders, tiny
 from tests.helpers.command import taskferry

@@ -126,3 +126,13 @@ def test_texts_of_one_length_share_a_micro_batch(tmp_path: Path, kind: str) -> N
     assert len(set(lengths)) == 6
     widths = [batch.inputs["input_ids"].shape[1] for batch in prepared.shots(1)]
     assert widths == lengths[1::2]
+
+
+def test_the_labels_of_chats_are_their_answers(tmp_path: Path) -> None:
+    loaded = load_model(str(folders.causal(tmp_path / "a", "LlamaForCausalLM", 16, 2, 1)))
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    data = {"the answers in the chats": folders.chats(tmp_path / "chats.jsonl"),
+            "the text itself": tmp_path / "texts.jsonl"}  # fmt: skip
+    for labels, file in data.items():
+        settings = CalibrationSettings(calibration=str(file), samples=4)
+        assert preparation.prepare(settings, loaded, loaded, None).labels == labels

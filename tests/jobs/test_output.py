@@ -16,8 +16,11 @@ from taskferry import Prototypes, TaskferryError, TaskVector, text_calibration
 from taskferry.checkpoints import Skeleton, load_model, read_adapter
 from taskferry.fitting.scale import calibration_loss
 from taskferry.jobs import transfer as transfer_job
+from taskferry.jobs.apply import apply_alignment
+from taskferry.jobs.fit import fit_alignment
 from taskferry.jobs.output import check_output
-from taskferry.jobs.settings import TransferSettings
+from taskferry.jobs.settings import FitSettings, TransferSettings
+from taskferry.settings import ApplySettings
 from tests.helpers import folders
 from tests.helpers.command import taskferry
 
@@ -132,3 +135,26 @@ def test_a_scale_that_breaks_the_model_leaves_a_record_that_is_json(
 
     record = json.loads((tmp_path / "out" / "taskferry.json").read_text(), parse_constant=refuse)
     assert record["scale_curve"] == [[0.0, 2.0], [1.0, 1.0]]
+
+
+def test_a_job_from_python_says_how_to_repeat_it(world: Path, tmp_path: Path) -> None:
+    """No command was typed: the settings beside the output are one."""
+    pair = {"source_base": str(world / "bert"), "target_base": str(world / "wide"), "method": "bico",
+            "calibration": str(world / "texts.jsonl"), "samples": 12, "out": tmp_path / "moved"}  # fmt: skip
+    transfer_job.transfer(TransferSettings(**pair, source_tuned=str(world / "tuned"), scale=1.0))
+    fit_alignment(FitSettings(**{**pair, "out": tmp_path / "maps"}))
+    TaskVector({"encoder.layer.0.output.dense.weight": torch.ones(16, 32)}).save(tmp_path / "change")
+    apply_alignment(
+        ApplySettings(
+            alignment=tmp_path / "maps",
+            source_tuned=str(tmp_path / "change"),
+            as_task_vector=True,
+            out=tmp_path / "applied",
+        )
+    )
+    for name in ("moved", "applied"):
+        verb, *words = json.loads((tmp_path / name / "taskferry.json").read_text())["command"].split()[1:]
+        assert words[-2:] == ["--out", "ANOTHER"]
+        taskferry(verb, *words[:-1], tmp_path / f"{name}-again")
+        one, two = (sorted((tmp_path / each).glob("*.safetensors")) for each in (name, f"{name}-again"))
+        assert [file.read_bytes() for file in one] == [file.read_bytes() for file in two]

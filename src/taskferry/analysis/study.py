@@ -1,6 +1,6 @@
 """The whole analysis of a pair of models, file to file: what `taskferry analyze` wires.
 
->>> study = analyze(AnalyzeSettings(...), command="taskferry analyze …")
+>>> study = analyze(AnalyzeSettings(...))
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from taskferry.version import __version__
 KIND = "analysis"
 
 
-def analyze(settings: AnalyzeSettings, *, command: str, tell: Progress | None = None) -> dict[str, Any]:
+def analyze(settings: AnalyzeSettings, *, command: str = "", tell: Progress | None = None) -> dict[str, Any]:
     """All that the inputs allow, as plain data: similarity, geometry and cost; with tuned models, outputs and drift."""
     _check(settings)
     source, target = load_pair(settings.source_base, settings.target_base, settings.devices, settings.dtype)
@@ -60,7 +60,7 @@ def analyze(settings: AnalyzeSettings, *, command: str, tell: Progress | None = 
     result: dict[str, Any] = {
         "taskferry": __version__,
         "kind": KIND,
-        "command": command,
+        "command": command or f"analyze({settings!r})",
         "settings": settings.model_dump(mode="json"),
         "samples": {
             "calibration": prepared.calibration.samples,

@@ -74,7 +74,16 @@ def load(
     named, stored = _class_and_precision(transformers, folder, architecture)
     form = form_of(folder)
     precision = dtype if form is None else as_stored(dtype, stored)
-    model, info = _from_pretrained(named if like is None else type(like), folder, precision)
+    wanted: Any = named if like is None else type(like)
+    try:
+        model, info = _from_pretrained(wanted, folder, precision)
+    except TaskferryError as error:
+        if like is None or getattr(named, "config_class", None) in (None, wanted.config_class):
+            raise
+        # A class that reads another family's configuration fails by whatever setting it misses first.
+        raise TaskferryError(
+            f"{folder} is a {named.__name__}, the base a {wanted.__name__}: give the base model that was tuned"
+        ) from error
     extra = {"unexpected": sorted(info["unexpected_keys"]), "dtype": stored, "quantised": form and form.says}
     return model, folder, set(info["missing_keys"]), extra
 

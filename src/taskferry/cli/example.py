@@ -10,6 +10,7 @@ from rich.console import Console
 
 from taskferry.cli.options import Json, Quiet
 from taskferry.cli.terminal import plain, print_json, waiting
+from taskferry.example import write_example
 
 
 def register(app: typer.Typer) -> None:
@@ -21,9 +22,7 @@ def run(
     folder: Annotated[Path, typer.Argument(help="a new folder")], quiet: Quiet = False, as_json: Json = False
 ) -> None:
     """Write two small models, a LoRA and data into a new folder: every command of the documentation runs in it."""
-    with waiting(quiet or as_json):
-        from taskferry.example import write_example
-
+    with waiting(quiet or as_json, f"writing {folder}"):
         parts = write_example(folder)
     if as_json:
         print_json({"folder": str(folder), "parts": parts})

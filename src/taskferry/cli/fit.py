@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -39,4 +41,13 @@ def run(
         for note in alignment.provenance.values():
             if isinstance(note, str) and note.startswith("fitted without"):
                 screen.console.print(f"[dim]  {plain(note)}; give --source-tuned a fine-tune for the rest[/]")
-        screen.console.print(f"[bold]next[/]   taskferry apply {plain(settings.out)} my-lora --out my-lora-moved")
+        screen.console.print(f"[bold]next[/]   {plain(next_after(settings))}", soft_wrap=True)
+
+
+def next_after(settings: FitSettings) -> str:
+    """The command that moves the fine-tune given for reference, or any adapter."""
+    tuned = settings.source_tuned or "ADAPTER"
+    words = ["taskferry", "apply", str(settings.out), tuned]
+    if (Path(tuned) / "config.json").is_file():  # a full model is read beside its base, and written into the target
+        words += ["--source-base", settings.source_base, "--target-base", settings.target_base]
+    return shlex.join([*words, "--out", f"{Path(tuned).name}-moved"])

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from taskferry.cli.options import Json
 from taskferry.cli.terminal import plain, print_json, waiting
+from taskferry.disk.files import read_json
 from taskferry.errors import TaskferryError
 
 if TYPE_CHECKING:
@@ -58,13 +59,6 @@ def by_reason(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
     """A title and a table."""
-    from taskferry.alignment import Alignment, is_alignment
-    from taskferry.checkpoints import gguf, is_adapter, load_model
-    from taskferry.checkpoints.models import resolve
-    from taskferry.disk.files import read_json
-    from taskferry.sites.discovery import find_sites
-    from taskferry.taskvector import TaskVector, is_task_vector
-
     path = Path(given)
     if (path / "taskferry.json").is_file():
         try:
@@ -73,6 +67,12 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
             return str(record["verdict"]["sentence"]), rows
         except (KeyError, TypeError) as error:
             raise TaskferryError(f"{path / 'taskferry.json'} is no record of taskferry: {error!r}") from error
+    from taskferry.alignment import Alignment, is_alignment  # a record needs no torch
+    from taskferry.checkpoints import gguf, is_adapter, load_model
+    from taskferry.checkpoints.models import resolve
+    from taskferry.sites.discovery import find_sites
+    from taskferry.taskvector import TaskVector, is_task_vector
+
     if path.is_file() and not gguf.owns(given):
         if is_task_vector(path):
             tau = TaskVector.load(path)
@@ -99,7 +99,6 @@ def _adapter(path: Path) -> tuple[str, list[dict[str, Any]]]:
     """An adapter by itself: its settings, and the shapes of its factors."""
     from taskferry.checkpoints.adapters import weights_of
     from taskferry.checkpoints.states import read_state
-    from taskferry.disk.files import read_json
 
     config = read_json(path / "adapter_config.json")
     state = read_state(weights_of(path))

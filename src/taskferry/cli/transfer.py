@@ -10,9 +10,10 @@ from typing import Any
 
 import typer
 
-from taskferry.choices import GENERATE
+from taskferry.choices import GENERATE, is_language_class
 from taskferry.cli.options import DryRun, Json, Quiet, YamlFile, example, with_settings
 from taskferry.cli.terminal import waiting
+from taskferry.disk.files import read_json
 from taskferry.engines.launch import rank_and_size
 from taskferry.errors import MissingSettings, TaskferryError
 from taskferry.jobs.settings import TransferSettings
@@ -68,9 +69,6 @@ def samples_to_give(given: Mapping[str, Any]) -> str:
 
 def _may_write(base: str) -> bool:
     """Whether a model is a language model, as far as its folder says; of a hub's nothing is known yet."""
-    from taskferry.disk.files import read_json
-    from taskferry.fitting.language import is_language_class
-
     config = Path(base) / "config.json"
     named = read_json(config).get("architectures") if config.is_file() else None
     unknown = not Path(base).exists() and not base.startswith("openclip:")

@@ -10,16 +10,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file as save_arrays
-from safetensors.torch import save_file
-from torch import Tensor, nn
 
 from taskferry.disk.temporary import sweep, temporary_folder
 from taskferry.errors import TaskferryError
+
+if TYPE_CHECKING:  # imported on use: commands that only read or copy files need no torch
+    from torch import Tensor, nn
 
 HEADER = "taskferry"  # one metadata entry only: safetensors writes several in any order, and bytes must repeat
 SMALL = 64 * 2**20  # bytes of tensors that may be copied once more
@@ -28,12 +27,18 @@ MOST_JSON = 64 * 2**20  # bytes; the largest real index of shards has a few
 
 def write_safetensors(path: str | Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
     """A file of our own kinds, with its header."""
+    from safetensors.torch import save_file
+
     with replacing(Path(path)) as temporary:
         save_file(_separate(tensors), temporary, {HEADER: json.dumps(header)})
 
 
 def write_plain_safetensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
     """A file as other tools write them, in a folder that is temporary itself: that one is synced and renamed."""
+    import torch
+    from safetensors.numpy import save_file as save_arrays
+    from safetensors.torch import save_file
+
     separate = _separate(tensors)
     kinds = {tensor.dtype for tensor in separate.values()}
     few = sum(tensor.nbytes for tensor in separate.values()) < SMALL
@@ -115,6 +120,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
     """Add a tensor's name, shape, type and bytes to a hash."""
+    import torch
+
     tensor = tensor.detach()
     if hasattr(tensor, "full_tensor"):  # a rank's part of it: all ranks hash the whole
         tensor = tensor.full_tensor()
@@ -170,12 +177,16 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     if tensor.dtype.itemsize < 2:
         tensor = tensor.float()
+    import torch
+
     least, most = torch.aminmax(tensor.detach())
     return bool(torch.isfinite(least) and torch.isfinite(most))
 
 
 def not_finite(tensors: Mapping[str, Sequence[Tensor]]) -> str | None:
     """The first of many small groups of tensors that holds a number which is not finite; one call where none does."""
+    import torch
+
     together = [tensor.float() for group in tensors.values() for tensor in group]
     if bool(torch.isfinite(torch.nn.utils.get_total_norm(together))):
         return None

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from taskferry.calibration.batch import IGNORED, Batch
+from taskferry.choices import is_language_class
 from taskferry.errors import TaskferryError
 from taskferry.sites import family_of
 
@@ -19,11 +20,6 @@ from taskferry.sites import family_of
 def is_language_model(model: nn.Module) -> bool:
     """Whether the model predicts tokens."""
     return is_language_class(type(model).__name__)
-
-
-def is_language_class(name: str) -> bool:
-    """Whether models of a class predict tokens, by its name."""
-    return name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel"))  # MT: of Marian
 
 
 def is_sequence_to_sequence(model: nn.Module) -> bool:

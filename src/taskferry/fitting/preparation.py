@@ -104,15 +104,7 @@ def prepare(
     def features(samples: Samples = samples) -> Tensor:
         return _features(samples, source, **lengths)
 
-    indices = choose(
-        len(samples),
-        settings.samples,
-        labels=samples.labels,
-        per_class=settings.per_class,
-        sampler=settings.sampler,
-        seed=settings.seed,
-        features=features,
-    )
+    indices = _chosen(settings, samples, features)
     if samples.kind == "text" and language is None:  # texts of one length stand together: less padding to compute
         indices = sorted(
             indices, key=lambda i: sum(len(str(samples.rows[i].get(n, ""))) for n in ("text", "text_pair"))
@@ -153,6 +145,37 @@ def prepare(
     return Prepared(calibration, objectives, tuple(indices), labels, by_data=not by_teacher, longest=longest)
 
 
+def _chosen(settings: CalibrationSettings, samples: Samples, features: Callable[[], Tensor] | None) -> list[int]:
+    return choose(
+        len(samples),
+        settings.samples,
+        labels=samples.labels,
+        per_class=settings.per_class,
+        sampler=settings.sampler,
+        seed=settings.seed,
+        features=features,
+    )
+
+
+def check_samples(settings: CalibrationSettings, samples: Samples, language: str | None) -> None:
+    """Refuse samples that models of a kind (`language_kind`) do not read, as far as no model is needed for that."""
+    check_kind(samples, language)
+    if language is None or samples.kind in ("prompt", "pictured") or settings.sampler.startswith("centroid"):
+        return
+    for i in _chosen(settings, samples, None):
+        segments_of(samples.rows[i])
+
+
+def check_kind(samples: Samples, language: str | None) -> None:
+    """Refuse samples whose columns are for models of another kind."""
+    if language is None and samples.kind in ("prompt", "messages"):
+        raise TaskferryError(f"{samples.source} has {samples.kind} rows: an encoder needs a text column")
+    if language is not None and samples.kind == "image":
+        raise TaskferryError(f"{samples.source} has images: a language model needs text, prompts or messages")
+    if language == "sequence" and samples.kind not in ("prompt", "pictured"):
+        raise TaskferryError(f"{samples.source}: an encoder-decoder needs the columns prompt and completion")
+
+
 def language_kind(source: Loaded, target: Loaded) -> str | None:
     """ "causal" or "sequence" for two language models, None for encoders."""
     kinds = []
@@ -178,8 +201,7 @@ def encoder_calibration(
         return image_calibration(images, *transforms, key=keys, labels=samples.labels, micro_batch=micro_batch)
     if samples.kind == "pairs":
         return _pairs(samples, source, target, max_length=max_length, micro_batch=micro_batch)
-    if samples.kind != "text":
-        raise TaskferryError(f"{samples.source} has {samples.kind} rows: an encoder needs a text column")
+    check_kind(samples, None)
     if any(not isinstance(row["text"], str) for row in samples.rows):
         raise TaskferryError(f"{samples.source} has rows without text: fill them, or leave them out")
     pairs = [row.get("text_pair") for row in samples.rows]
@@ -255,12 +277,11 @@ def _language(
     settings: CalibrationSettings, samples: Samples, source: Loaded, target: Loaded, tuned: Tuned | None, kind: str
 ) -> tuple[Calibration, str, list[int], Questions | None]:
     """The calibration set, where its answers came from, which of the samples have one, and the prompts."""
-    origin = {"messages": "the answers in the chats"}.get(samples.kind, "the text itself")
+    origin = "the answers in the chats" if samples.kind == "messages" else "the text itself"
     rows = [dict(row) for row in samples.rows]
     kept = list(range(len(rows)))
     lengths = {"max_length": settings.max_length, "micro_batch": settings.micro_batch}
-    if samples.kind == "image":
-        raise TaskferryError(f"{settings.calibration} has images: a language model needs text, prompts or messages")
+    check_kind(samples, kind)
     if samples.kind == "pictured":
         if settings.labels == "teacher":
             raise TaskferryError("the teacher answers prompts of text: leave --labels teacher out for rows with images")
@@ -345,11 +366,8 @@ def _seeing(
 
 def _builder(kind: str | None, samples: Samples) -> Callable[..., Calibration]:
     """How samples of a language model are prepared."""
-    if kind != "sequence":
-        return language_calibration
-    if samples.kind != "prompt":
-        raise TaskferryError("an encoder-decoder needs the columns prompt and completion")
-    return sequence_calibration
+    check_kind(samples, kind)
+    return sequence_calibration if kind == "sequence" else language_calibration
 
 
 def _features(samples: Samples, loaded: Loaded, *, max_length: int, micro_batch: int) -> Tensor:

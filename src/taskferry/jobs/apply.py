@@ -33,7 +33,7 @@ from taskferry.settings import ApplySettings
 from taskferry.taskvector import TaskVector, match_names
 
 
-def apply_alignment(settings: ApplySettings, *, command: str) -> Outcome:
+def apply_alignment(settings: ApplySettings, *, command: str = "") -> Outcome:
     """A saved alignment and a tuned source into an output."""
     check_free(settings.out)
     bases = {side: getattr(settings, side) for side in ("source_base", "target_base")}

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import torch
 
+from taskferry.calibration.data import Samples, load_samples
 from taskferry.checkpoints import Loaded, Skeleton, Tuned, huggingface, is_adapter, load_pair, load_tuned, read_adapter
 from taskferry.checkpoints.huggingface import owns, skeleton
 from taskferry.checkpoints.loaded import as_stored, device_named, to_device
 from taskferry.checkpoints.models import resolve
-from taskferry.disk.files import writing
+from taskferry.choices import is_language_class
+from taskferry.disk.files import read_json, writing
 from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import finished_groups
 from taskferry.disk.temporary import sweep, temporary_folder
@@ -26,7 +28,7 @@ from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
 from taskferry.fitting.generation import STAGE, Drawn, adapters_in, draw
 from taskferry.fitting.heads import has_text_tower
-from taskferry.fitting.preparation import Prepared, prepare
+from taskferry.fitting.preparation import Prepared, check_samples, prepare
 from taskferry.fitting.routing import Meeting
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Reporter
@@ -74,15 +76,16 @@ def opened(settings: Settings, reporter: Reporter, out: Path | None, *, dry_run:
     with ExitStack() as stack, _room(engine):
         # Only the first rank stores what is finished, and takes it away.
         resume = stack.enter_context(finished_groups(out)) if out is not None and first and not dry_run else None
+        told = reporter if first else Reporter()
+        samples = None if settings.generates else _samples(settings, found["source_base"], told)
         work = Work(int(settings.statistics_memory * 2**30), reporter.step if first else None, resume)
         if engine == BlockPair.engine:
             if out is None:
                 raise ValueError("block by block needs a place beside its output")
-            reporter.note(f"reading {settings.source_base}, {settings.target_base} and the samples")
-            yield _on_disk(settings, stack.enter_context(_scratch(out)), work, inputs)
+            reporter.note(f"reading {settings.source_base} and {settings.target_base}")
+            yield _on_disk(settings, stack.enter_context(_scratch(out)), work, inputs, samples)
         else:
-            told = reporter if first else Reporter()
-            yield _in_memory(settings, stack, work, inputs, told, trial=dry_run or out is None)
+            yield _in_memory(settings, stack, work, inputs, told, samples, trial=dry_run or out is None)
 
 
 @contextmanager
@@ -108,8 +111,27 @@ def _resolved(name: str, given: str) -> str:
         raise TaskferryError(f"--{name.replace('_', '-')}: {error}") from error
 
 
+def _samples(settings: Settings, source: str, reporter: Reporter) -> Samples:
+    """Read before any model is loaded, which may take minutes; what the source reads is told by its configuration."""
+    reporter.note(f"reading the samples of {settings.calibration}")
+    samples = load_samples(settings.calibration, label_column=settings.label_column)
+    config = read_json(Path(source) / "config.json") if owns(source) else {}
+    named = config.get("architectures")
+    if isinstance(named, list) and named and isinstance(named[0], str):
+        language = "sequence" if config.get("is_encoder_decoder") else "causal"
+        check_samples(settings, samples, language if is_language_class(named[0]) else None)
+    return samples
+
+
 def _in_memory(
-    settings: Settings, stack: ExitStack, work: Work, inputs: Inputs, reporter: Reporter, *, trial: bool
+    settings: Settings,
+    stack: ExitStack,
+    work: Work,
+    inputs: Inputs,
+    reporter: Reporter,
+    samples: Samples | None,
+    *,
+    trial: bool,
 ) -> Opened:
     """With `trial` no more samples are generated than a plan needs."""
     shard = isinstance(settings, FitSettings) and settings.shard
@@ -126,18 +148,16 @@ def _in_memory(
     tuned = _tuned(settings.source_tuned, source)
     reference = tuned if settings.source_tuned is not None else None
     several, rank = started_by_torchrun(), rank_and_size()[0]
-    if not settings.generates:
-        reporter.note(f"reading the samples of {settings.calibration}")
     if several:
         stack.enter_context(process_group())
     drawn = None
-    if settings.generates:
+    if samples is None:
         folder = settings.data.get("adapters")
         drawn = draw(
             settings, source, target, reference, trial=trial, progress=work.progress, rank=rank,
             everyone=from_everyone if several else None, adapters=adapters_in(Path(folder)) if folder else (),
         )  # fmt: skip
-    prepared = _prepared(settings, source, target, reference, drawn)
+    prepared = _prepared(settings, source, target, reference, samples, drawn)
     pair: WholePair
     if several:
         pair = RankedPair(source.model, target.model, prepared.calibration, prepared.objectives, work=work)
@@ -146,9 +166,16 @@ def _in_memory(
     return Opened(pair, target, tuned, prepared, inputs, rank == 0, (source, target), drawn)
 
 
-def _prepared(settings: Settings, source: Loaded, target: Loaded, tuned: Tuned | None, drawn: Drawn | None) -> Prepared:
+def _prepared(
+    settings: Settings,
+    source: Loaded,
+    target: Loaded,
+    tuned: Tuned | None,
+    samples: Samples | None,
+    drawn: Drawn | None,
+) -> Prepared:
     if drawn is None:
-        return prepare(settings, source, target, tuned)
+        return prepare(settings, source, target, tuned, samples=samples)
     answered = settings.model_copy(update={"labels": "auto"})  # by the tuned source, when it wrote them
     return replace(prepare(answered, source, target, tuned, samples=drawn.samples), labels=drawn.labels)
 
@@ -166,7 +193,7 @@ def _unchanged(given: str, base: str) -> TaskferryError:
     return TaskferryError(f"{given} does not differ from {base}: nothing to move")
 
 
-def _on_disk(settings: MethodSettings, scratch: Path, work: Work, inputs: Inputs) -> Opened:
+def _on_disk(settings: MethodSettings, scratch: Path, work: Work, inputs: Inputs, samples: Samples | None) -> Opened:
     bases = zip((settings.source_base, settings.target_base), settings.devices, strict=True)
     source, target = (_lazy(given, device, settings.dtype) for given, device in bases)
     given = str(getattr(settings, "source_tuned", ""))
@@ -179,7 +206,7 @@ def _on_disk(settings: MethodSettings, scratch: Path, work: Work, inputs: Inputs
         if not any(map(difference.changed, difference)):
             raise _unchanged(given, source.given)
         tuned = Tuned(TaskVector(difference), ignored=difference.left_out, given=given)
-    prepared = prepare(settings, source.loaded(), target.loaded(), None)
+    prepared = prepare(settings, source.loaded(), target.loaded(), None, samples=samples)
     pair = BlockPair(source, target, prepared.calibration, prepared.objectives, scratch=scratch, work=work)
     return Opened(pair, target, tuned, prepared, inputs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,12 @@ from taskferry.disk.records import as_json
 from taskferry.display.tables import ROWS, panel
 from taskferry.jobs.card import write_card
 from taskferry.jobs.cost import Plan
-from taskferry.settings import Settings, dump_settings
+from taskferry.settings import Settings, Writing, dump_settings
 from taskferry.taskvector import TaskVector
 from taskferry.version import __version__
 
 RECORD = "taskferry.json"
+SETTINGS = "taskferry.yaml"
 
 
 class Reporter:
@@ -60,7 +62,7 @@ class Outcome:
 
 def make_record(
     command: str,
-    settings: Settings,
+    settings: Writing,
     inputs: Mapping[str, Mapping[str, str]],
     moved: TaskVector,
     *,
@@ -76,7 +78,7 @@ def make_record(
     coverage = Coverage(coverage.rows, {**coverage.unused, **ignored})
     return {
         "taskferry": __version__,
-        "command": command,
+        "command": command or _from_file(settings),
         "settings": settings.model_dump(mode="json"),
         "inputs": dict(inputs),
         "provenance": dict(provenance),
@@ -89,6 +91,12 @@ def make_record(
     }
 
 
+def _from_file(settings: Writing) -> str:
+    """The command that does the same as a call from Python, by the settings that are written beside the output."""
+    file = shlex.quote(str(settings.out / SETTINGS))
+    return f"taskferry {settings.command} --config {file} --out ANOTHER"
+
+
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """taskferry.json."""
     (folder / RECORD).write_text(as_json(record) + "\n", encoding="utf-8")
@@ -97,7 +105,7 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 def finish(folder: Path, record: Mapping[str, Any], settings: Settings, *, adapter: bool) -> None:
     """Record, settings and card into an output folder."""
     write_record(folder, record)
-    (folder / "taskferry.yaml").write_text(dump_settings(settings), encoding="utf-8")
+    (folder / SETTINGS).write_text(dump_settings(settings), encoding="utf-8")
     write_card(folder, record, adapter=adapter)
 
 

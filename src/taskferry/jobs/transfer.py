@@ -1,6 +1,6 @@
 """taskferry transfer, file to file. Nothing here prints; a reporter is told what happens.
 
->>> outcome = transfer(TransferSettings(...), command="taskferry transfer …")
+>>> outcome = transfer(TransferSettings(...))
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HALVED = " Half of the scale that is best on them was taken."
 
 
 def transfer(
-    settings: TransferSettings, *, command: str, reporter: Reporter | None = None, dry_run: bool = False
+    settings: TransferSettings, *, command: str = "", reporter: Reporter | None = None, dry_run: bool = False
 ) -> Outcome | None:
     """Fit, move, choose the scale, write, load again and check. None for a dry run."""
     (method, own), refinement = settings.chosen(), settings.refinement
