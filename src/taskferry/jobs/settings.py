@@ -32,7 +32,7 @@ class MethodSettings(GenerationSettings, MapSettings, PairPlaceSettings):
 
     panel: ClassVar[str] = "Method"
 
-    source_base: str = Field(description="the base model that was tuned")
+    source_base: str = Field("", description="the base model that was tuned; of an adapter, the one that it names")
     target_base: str = Field(description="the base model to move to")
     method: str = Field(DEFAULT_METHOD, description="how to move; `taskferry methods` lists all")
     effort: Literal["fast", "standard", "thorough"] = Field("standard", description="how much work the method does")
@@ -194,6 +194,9 @@ class TransferSettings(RefineSettings, OutputSettings, Writing):
     )
     head: Literal["keep", "move"] = Field(
         "keep", description="the task head of a classification LoRA: leave it behind, or move it as well"
+    )
+    force: bool = Field(
+        False, description="go on where the fine-tune does nothing on the samples, and write what does harm"
     )
     paper: bool = Field(False, strict=True, description="exactly as in the paper: BiCo, maps of full rank, scale 1")
 
