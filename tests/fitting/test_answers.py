@@ -127,12 +127,12 @@ def test_evaluate_and_the_verdict_say_them(tmp_path: Path) -> None:
     assert "right answers" in taskferry("evaluate", base, "--test", data).out
     out = tmp_path / "out"
     taskferry("transfer", "--source-base", base, "--source-tuned", tmp_path / "lora", "--target-base", other,
-              "--calibration", data, "--scale", 1, "--method", "bico", "--out", out)  # fmt: skip
+              "--calibration", data, "--scale", 1, "--method", "bico", "--force", "--out", out)  # fmt: skip
     told = json.loads((out / "taskferry.json").read_text())["verdict"]
     assert len(told["right_answers"]) == len(told["exact_answers"]) == 2
     assert "Right answers among the 3 in the samples" in told["sentence"]
     taskferry("transfer", "--source-base", base, "--source-tuned", tmp_path / "lora", "--target-base", other,
-              "--calibration", data, "--scale", 1, "--out", tmp_path / "default")  # fmt: skip
+              "--calibration", data, "--scale", 1, "--force", "--out", tmp_path / "default")  # fmt: skip
     told = json.loads((tmp_path / "default" / "taskferry.json").read_text())["verdict"]
     scored = taskferry("evaluate", other, "--add", tmp_path / "default", "--test", data, "--json").json
     assert told["right_answers"][1] == pytest.approx(scored["right"])  # of the change that is written, on all samples
