@@ -16,6 +16,7 @@ from tests.helpers import folders
 from tests.helpers.command import Ran, taskferry
 
 transformers = pytest.importorskip("transformers")
+DATA = ["--calibration", "data.jsonl", "--samples", 8, "--max-length", 32, "--method", "bico", "--scale", 0.5]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,7 @@ def adapter(root: Path, name: str, **config: Any) -> Path:
 def moved(world: Path, out: Path, *more: object, code: int | None = 0, **changed: str | None) -> Ran:
     given = {"source-base": "base-a", "source-tuned": "my-lora", "target-base": "base-b"}
     words = [word for name, value in {**given, **changed}.items() if value for word in (f"--{name}", value)]
-    data = ["--calibration", "data.jsonl", "--samples", 8, "--max-length", 32, "--method", "bico", "--scale", 0.5]
-    return taskferry("transfer", *words, *data, "--out", out, *more, code=code, cwd=world)
+    return taskferry("transfer", *words, *DATA, "--out", out, *more, code=code, cwd=world)
 
 
 def record(out: Path) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def test_swapped_bases_are_told(world: Path, tmp_path: Path) -> None:
     assert "which is --target-base here: --source-base and --target-base look swapped" in " ".join(ran.out.split())
 
 
-@pytest.mark.parametrize("name", ["org/base-a", "/elsewhere/base-a/", "./base-a"])
+@pytest.mark.parametrize("name", ["org/base-a-bnb-4bit", "/elsewhere/base-a/", "./base-a"])
 def test_a_base_by_another_path_is_the_same(world: Path, tmp_path: Path, name: str) -> None:
     adapter(world, "other", base_model_name_or_path=name)
     try:
@@ -121,6 +121,8 @@ def test_the_base_is_read_from_the_adapter(world: Path, tmp_path: Path) -> None:
     assert found["settings"]["source_base"] == "base-a"
     assert found["inputs"]["source_base"]["model.safetensors"] == hash_file(world / "base-a" / "model.safetensors")
     assert found["inputs"]["target_base"]["model.safetensors"] == hash_file(world / "base-b" / "model.safetensors")
+    config = json.loads((tmp_path / "read" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(world / "base-b")
     taskferry("transfer", "--config", tmp_path / "read" / "taskferry.yaml", "--out", tmp_path / "again", cwd=world)
     assert (tmp_path / "again" / "adapter_model.safetensors").read_bytes() == weights[0]
 
@@ -156,3 +158,22 @@ def test_a_base_that_no_adapter_names_is_asked_for(
 def test_a_full_fine_tune_names_no_base(world: Path, tmp_path: Path) -> None:
     ran = moved(world, tmp_path / "out", code=2, **{"source-base": None, "source-tuned": "base-a"})
     assert "--source-base is missing: base-a is no adapter" in ran.err
+
+
+def test_bases_of_a_hub_are_named_with_their_revision(world: Path, tmp_path: Path) -> None:
+    """The source is the revision that the adapter names; the target is written with the commit that was read."""
+    for name, reference, commit in (("base-a", "v1", "a" * 40), ("base-b", "main", "b" * 40)):
+        cached = tmp_path / "hub" / f"models--org--{name}"
+        shutil.copytree(world / name, cached / "snapshots" / commit)
+        (cached / "refs").mkdir()
+        (cached / "refs" / reference).write_text(commit)
+    adapter(world, "other", base_model_name_or_path="org/base-a", revision="v1")
+    changed = {"source-base": None, "source-tuned": "other", "target-base": "org/base-b"}
+    words = [word for name, value in changed.items() if value for word in (f"--{name}", value)]
+    try:
+        taskferry("transfer", *words, *DATA, "--out", tmp_path / "out", cwd=world, HF_HUB_CACHE=str(tmp_path / "hub"))
+    finally:
+        shutil.rmtree(world / "other")
+    assert record(tmp_path / "out")["settings"]["source_base"] == "org/base-a@v1"
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/base-b", "b" * 40)

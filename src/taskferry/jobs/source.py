@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from taskferry.jobs.settings import FitSettings, PlanSettings, TransferSettings
 
 S = TypeVar("S", "TransferSettings", "FitSettings", "PlanSettings")
+_COPY = re.compile("(-unsloth)?-bnb-[48]bit$")  # of a name: quantised weights of the same model, for training
 MOST = 32  # samples
 LEAST = 0.01  # of the base's loss: a fine-tune that takes less off does nothing for these samples
 
@@ -94,10 +96,10 @@ def _same_name(one: str, other: str) -> bool:
 def _names(given: str) -> set[str]:
     """What a model may be called: the last part of its path, or of its name on a hub."""
     path = Path(hub_id(given) or given)
-    names = {each.name.casefold() for each in (path, path.resolve())}
+    names = {path.name, path.resolve().name} - {""}
     if path.parent.name == "snapshots":  # of the hub's cache: models--org--name/snapshots/commit
-        names = {path.parent.parent.name.rpartition("--")[2].casefold()}
-    return names - {""}
+        names = {path.parent.parent.name.rpartition("--")[2]}
+    return {_COPY.sub("", name.casefold()) for name in names}
 
 
 @dataclass(frozen=True)
