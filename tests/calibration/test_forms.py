@@ -69,7 +69,8 @@ def moved(world: Path, data: Path) -> dict[str, Any]:
     """What was measured on the data: the losses tell whether the same tokens were read and counted."""
     out = data.with_suffix("")
     taskferry("transfer", "--source-base", world / "a", "--source-tuned", world / "tuned", "--target-base", world / "b",
-              "--calibration", data, "--samples", 8, "--scale", 0.5, "--method", "bico", "--out", out)  # fmt: skip
+              "--calibration", data, "--samples", 8, "--scale", 0.5, "--method", "bico", "--force",
+              "--out", out)  # fmt: skip
     verdict: dict[str, Any] = json.loads((out / "taskferry.json").read_text())["verdict"]
     return verdict
 

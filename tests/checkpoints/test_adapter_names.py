@@ -78,7 +78,7 @@ def test_peft_finds_every_factor(
     pair = ["--source-base", world / source, "--target-base", world / target, "--calibration", world / "texts.jsonl",
             "--samples", 6, "--method", "bico", "--max-length", 16]  # fmt: skip
     if through == "transfer":
-        taskferry("transfer", *pair, "--source-tuned", lora, "--scale", 1, "--out", tmp_path / "moved")
+        taskferry("transfer", *pair, "--source-tuned", lora, "--scale", 1, "--force", "--out", tmp_path / "moved")
     else:
         taskferry("fit", *pair, "--out", tmp_path / "maps.alignment")
         taskferry("apply", tmp_path / "maps.alignment", lora, "--out", tmp_path / "moved")
@@ -94,7 +94,7 @@ def test_a_target_that_calls_its_body_otherwise_keeps_its_names(world: Path, tmp
     lora = made(of_class.from_pretrained(world / "bart"), tmp_path / "lora", ["q_proj"], task_type="SEQ_2_SEQ_LM")
     taskferry("transfer", "--source-base", world / "bart", "--source-tuned", lora, "--target-base", world / "t5",
               "--calibration", world / "prompts.jsonl", "--samples", 6, "--method", "bico", "--scale", 1,
-              "--out", tmp_path / "moved")  # fmt: skip
+              "--force", "--out", tmp_path / "moved")  # fmt: skip
     loaded = peft.PeftModel.from_pretrained(of_class.from_pretrained(world / "t5"), tmp_path / "moved")
     factors = [p for n, p in loaded.named_parameters() if "lora_B" in n]
     assert len(factors) == 6

@@ -36,7 +36,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def moved(world: Path, tuned: Path, out: Path, *more: object, code: int = 0) -> Ran:
     return taskferry("transfer", "--source-base", world / "a", "--source-tuned", tuned, "--target-base", world / "b",
                      "--calibration", world / "prompts.jsonl", "--samples", 8, "--scale", 0.5, "--method", "bico",
-                     "--out", out, *more, code=code)  # fmt: skip
+                     "--force", "--out", out, *more, code=code)  # fmt: skip
 
 
 def record(out: Path) -> Any:

@@ -59,7 +59,7 @@ def adapter(base: Path, out: Path, kind: str, settings: dict[str, Any]) -> None:
 def moved(world: Path, kind: str, out: Path, *more: object, code: int = 0) -> Ran:
     return taskferry("transfer", "--source-base", world / "a", "--source-tuned", world / kind, "--target-base",
                      world / "b", "--calibration", world / "prompts.jsonl", "--samples", 8, "--scale", 0.5,
-                     "--out", out, *more, code=code)  # fmt: skip
+                     "--force", "--out", out, *more, code=code)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", CONVERTED)

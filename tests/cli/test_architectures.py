@@ -30,7 +30,8 @@ def saved(tiny: Tiny, width: int, depth: int, seed: int, folder: Path) -> Path:
 
 def transfer(root: Path, tuned: str, data: str, *more: object) -> Ran:
     models = ["--source-base", root / "a", "--source-tuned", root / tuned, "--target-base", root / "b"]
-    return taskferry("transfer", *models, "--calibration", root / data, "--samples", 8, "--scale", 1, "--json", *more)
+    options = ["--calibration", root / data, "--samples", 8, "--scale", 1, "--force", "--json"]
+    return taskferry("transfer", *models, *options, *more)
 
 
 def test_a_fine_tune_from_bert_to_modernbert(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def pair(world: Path, source: str, target: str, tuned: str, data: str) -> list[o
 
 def test_a_lora_from_llama_to_qwen(world: Path, tmp_path: Path) -> None:
     """Other width, other depth, other family; q, v and gate only; generation runs."""
-    ran = taskferry("transfer", *pair(world, "llama", "qwen", "llama-lora", "prompts.jsonl"), "--scale", 1,
+    ran = taskferry("transfer", *pair(world, "llama", "qwen", "llama-lora", "prompts.jsonl"), "--scale", 1, "--force",
                     "--out", tmp_path / "moved", "--json")  # fmt: skip
     assert ran.json["verdict"]["moved"] == 9
     config = json.loads((tmp_path / "moved" / "adapter_config.json").read_text())
@@ -161,7 +161,8 @@ def test_shards_and_precision_are_kept(dtype: torch.dtype, world: Path, tmp_path
         "--target-base",
         tmp_path / "base",
     ]
-    taskferry("transfer", *given, "--calibration", world / "prompts.jsonl", "--scale", 1, "--out", tmp_path / "moved")
+    taskferry("transfer", *given, "--calibration", world / "prompts.jsonl", "--scale", 1, "--force",
+              "--out", tmp_path / "moved")  # fmt: skip
     written = sorted((tmp_path / "moved").glob("model-*.safetensors"))
     assert len(written) == len(shards)
     for file in written:
@@ -193,7 +194,7 @@ def test_tied_weights_stay_tied(name: str, world: Path, tmp_path: Path) -> None:
         tmp_path / "target",
     ]
     taskferry("transfer", *given, "--calibration", world / "prompts.jsonl", "--scale", 1, "--max-length", 40,
-              "--out", tmp_path / "moved")  # fmt: skip
+              "--force", "--out", tmp_path / "moved")  # fmt: skip
     (file,) = (tmp_path / "moved").glob("*.safetensors")
     with safe_open(file, "pt") as opened:
         assert not any("lm_head" in key for key in opened.keys())  # noqa: SIM118
@@ -258,7 +259,7 @@ def test_labels_from_the_teacher(world: Path, tmp_path: Path) -> None:
     assert "(the target alone)" in told
     assert "did you mean twofold?" in taskferry("transfer", *given, "--method", "twofolds", "--out", "x", code=2).err
     asked = pair(world, "llama", "qwen", "llama-full", "asked.jsonl")
-    ran = taskferry("transfer", *asked, "--scale", 1, "--out", tmp_path / "two", "--json")
+    ran = taskferry("transfer", *asked, "--scale", 1, "--force", "--out", tmp_path / "two", "--json")
     # A random decoder may answer with nothing that a tokenizer keeps: such a sample is left out and told.
     assert re.match(r"\d+ completions of the tuned source \(teacher\)", ran.json["calibration"]["labels"])
 

@@ -191,7 +191,7 @@ def test_settings_that_make_no_sense(world: Path, tmp_path: Path) -> None:
     refused(world, tmp_path, "as_lora and as_model exclude each other", more=("--as-lora", "--as-model"))
     refused(world, tmp_path, "--rank 32 or --energy 0.95", more=("--as-lora",))
     refused(world, tmp_path, "scale", more=("--scale", "big"))
-    assert "--source-base is missing; --target-base is missing" in taskferry("transfer", code=2).err.replace("\n", " ")
+    assert "--target-base is missing; --source-tuned is missing" in taskferry("transfer", code=2).err.replace("\n", " ")
     assert "No such option" in taskferry("transfer", "--sampels", 3, code=2).err
 
 

@@ -153,7 +153,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def given(world: Path, out: Path, **changed: object) -> list[object]:
     inputs = {"source_base": world / "base-a", "source_tuned": world / "my-lora", "target_base": world / "base-b",
               "calibration": world / "data.jsonl", "out": out, **changed}  # fmt: skip
-    return [part for name, value in inputs.items() for part in (f"--{name.replace('_', '-')}", value)]
+    return [*(part for name, value in inputs.items() for part in (f"--{name.replace('_', '-')}", value)), "--force"]
 
 
 def test_one_unit_of_loss(world: Path, tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_inspect_of_an_output_has_one_line_for_each_reason(world: Path, tmp_path
 
 
 def test_a_plan_counts_the_same_tokens_in_every_run(world: Path) -> None:
-    options = given(world, Path("unused"))[:-2]
+    options = given(world, Path("unused"))[:-3]
     first, second = (taskferry("plan", *options, "--json").json["plan"] for _ in range(2))
     assert first["tokens"] == second["tokens"]
     assert "LanguageModel()" not in json.dumps(first)

@@ -66,7 +66,7 @@ def test_openclip_folders(tmp_path: Path) -> None:
     moved = {k: v + 0.05 * torch.randn(v.shape, generator=generator) if "visual" in k else v for k, v in state.items()}
     torch.save(moved, tmp_path / "tuned.pt")
     given = ["--source-base", source, "--source-tuned", tmp_path / "tuned.pt", "--target-base", target]
-    data = ["--calibration", tmp_path / "images", "--scale", 1, "--json"]
+    data = ["--calibration", tmp_path / "images", "--scale", 1, "--force", "--json"]
     ran = taskferry("transfer", *given, *data, "--out", tmp_path / "moved")
     assert ran.json["provenance"]["objective"][1].startswith("ZeroShot(")
     assert ran.json["verdict"]["moved"] == 3 * 8 + 1  # the blocks with their biases, and the projection
@@ -86,7 +86,7 @@ def test_openclip_folders(tmp_path: Path) -> None:
     for i in range(9):
         grey = bytes((20 * i + x * y) % 256 for x in range(30) for y in range(30))
         image.frombytes("L", (30, 30), grey).save(tmp_path / "others" / f"{i}.png")
-    other = ["--calibration", tmp_path / "others", "--labels", "teacher", "--scale", 1, "--json"]
+    other = ["--calibration", tmp_path / "others", "--labels", "teacher", "--scale", 1, "--force", "--json"]
     foreign = taskferry("transfer", *given, *other, "--out", tmp_path / "foreign").json
     assert foreign["calibration"]["labels"] == "from the tuned source (teacher)"
     assert foreign["calibration"]["samples"] == 9

@@ -57,7 +57,9 @@ def test_a_lora_of_experts_is_written_as_peft_reads_it(things: Path, tmp_path: P
 def test_a_full_fine_tune_of_experts(things: Path, tmp_path: Path) -> None:
     tuned = folders.shifted(things / "a", tmp_path / "tuned", size=0.02)
     out = tmp_path / "out"
-    taskferry("transfer", *pair(things), "--source-tuned", tuned, "--method", "bico", "--scale", 1, "--out", out)
+    taskferry(
+        "transfer", *pair(things), "--source-tuned", tuned, "--method", "bico", "--scale", 1, "--force", "--out", out
+    )
     record = json.loads((out / "taskferry.json").read_text())
     experts = {row["parameter"]: row for row in record["coverage"]["rows"] if ".experts." in row["parameter"]}
     assert len(experts) == 4

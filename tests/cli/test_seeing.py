@@ -38,7 +38,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def moved(world: Path, data: Path, out: Path, *more: object, code: int = 0) -> Ran:
     return taskferry("transfer", "--source-base", world / "a", "--source-tuned", world / "lora", "--target-base",
                      world / "b", "--calibration", data, "--samples", 8, "--micro-batch", 4, "--scale", 0.5,
-                     "--method", "bico", "--out", out, *more, code=code)  # fmt: skip
+                     "--method", "bico", "--force", "--out", out, *more, code=code)  # fmt: skip
 
 
 def loss_of(model: Any, folder: Path, world: Path, chosen: list[int]) -> float:

@@ -85,7 +85,7 @@ def test_a_transfer_writes_the_same_bytes(world: Path, tmp_path: Path, kind: str
     given = {"language": language, "texts": texts}[kind](world, micro_batch=5, **more)
     records = []
     for name, places in (("here", CPU), ("there", APART)):
-        settings = TransferSettings(**given, **places, out=tmp_path / name)
+        settings = TransferSettings(**given, **places, out=tmp_path / name, force=True)
         outcome = transfer(settings, command="test")
         assert outcome is not None
         records.append(outcome.record)

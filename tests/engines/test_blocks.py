@@ -226,6 +226,7 @@ def both(world: Path, tuned: str, tmp_path: Path) -> dict[str, dict[str, object]
             1,
             "--engine",
             engine,
+            "--force",
         ]
         records[engine] = taskferry("transfer", *arguments, "--out", out, "--json").json
         assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []

@@ -108,7 +108,7 @@ def with_maps(world: Path, method: str) -> dict[str, TaskVector | str]:
     found: dict[str, TaskVector | str] = {}
     for engine, options in (("whole", ()), ("blockwise", ("--engine", "blockwise"))):
         out = world / f"{engine}-{method}"
-        taskferry("transfer", *pair(world, method), "--scale", 1, *options, "--out", out, "--quiet")
+        taskferry("transfer", *pair(world, method), "--scale", 1, "--force", *options, "--out", out, "--quiet")
         found[engine] = moved(world, out)
     ranks(2, "transfer", *pair(world, method), "--scale", 1, "--out", world / f"ranks-{method}", "--quiet")
     found["ranks"] = moved(world, world / f"ranks-{method}")

@@ -127,7 +127,8 @@ def test_recorded_gradients_are_those_of_the_plain_loss(texts: int, world: Path)
 
 def moved(world: Path, out: Path, *more: object, form: str = "pairs", code: int | None = 0) -> Ran:
     return taskferry("transfer", "--source-base", world / "a", "--source-tuned", world / "lora", "--target-base",
-                     world / "b", "--calibration", world / f"{form}.jsonl", "--out", out, *more, code=code)  # fmt: skip
+                     world / "b", "--calibration", world / f"{form}.jsonl", "--force", "--out", out, *more,
+                     code=code)  # fmt: skip
 
 
 @pytest.mark.parametrize("form", ["pairs", "triplets"])

@@ -67,7 +67,7 @@ def compressed(kind: str, strategy: str, bits: str) -> dict[str, Any]:
 def transfer(world: Path, source: Path, tuned: Path, target: Path, out: Path, *more: object, code: int = 0) -> Ran:
     return taskferry("transfer", "--source-base", source, "--source-tuned", tuned, "--target-base", target,
                      "--calibration", world / "prompts.jsonl", "--samples", 8, "--scale", 0.5, "--method", "bico",
-                     "--out", out, *more, code=code)  # fmt: skip
+                     "--force", "--out", out, *more, code=code)  # fmt: skip
 
 
 def same(one: Path, two: Path, most: float = 1e-5) -> None:

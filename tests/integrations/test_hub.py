@@ -283,7 +283,7 @@ def moved(tmp_path: Path) -> Path:
     folders.lora(tmp_path / "a", tmp_path / "lora", ["q_proj"], task_type="CAUSAL_LM")
     folders.prompts(tmp_path / "data.jsonl")
     taskferry("transfer", "--source-base", "a", "--source-tuned", "lora", "--target-base", "b", "--calibration",
-              "data.jsonl", "--scale", 1, "--out", "moved", cwd=tmp_path)  # fmt: skip
+              "data.jsonl", "--scale", 1, "--force", "--out", "moved", cwd=tmp_path)  # fmt: skip
     return tmp_path / "moved"
 
 

@@ -43,7 +43,8 @@ def test_the_command_says_so_by_its_exit_code(backwards: Path, tmp_path: Path) -
 def test_a_refinement_that_ends_above_the_target_is_not_called_good(backwards: Path, tmp_path: Path) -> None:
     given = {**PAIR, "method": "bico", "source_tuned": str(FILES / "my-lora"), "refine": 2}
     outcome = transfer(
-        TransferSettings(**{**given, "source_tuned": str(backwards)}, scale=3.0, out=tmp_path / "bad"), command="test"
+        TransferSettings(**{**given, "source_tuned": str(backwards)}, scale=3.0, force=True, out=tmp_path / "bad"),
+        command="test",
     )
     assert outcome is not None
     told, refined = outcome.record["verdict"], outcome.record["refined"]

@@ -88,7 +88,7 @@ def _help(name: str, settings: type[Settings]) -> str:
         text += f": {', '.join(choices[:-1])} or {choices[-1]}" if len(choices) > 1 else ""
     if field.is_required():
         return f"{text} (required)"
-    if field.default not in (None, False, [], {}):
+    if field.default not in (None, False, "", [], {}):
         shown = field.default[0] if isinstance(field.default, list) else field.default
         text += f" (default: {shown})"
     return text

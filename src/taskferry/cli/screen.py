@@ -98,6 +98,11 @@ class Screen(Reporter):
         if self._bars is not None:
             self._bars.note(what)
 
+    def warning(self, what: str) -> None:
+        """A line that stays."""
+        if not self.silent:
+            warn(self.console, [what])
+
     def verdict(self, outcome: Outcome, next_step: str) -> None:
         """Coverage, loss, scale, next step; or all of it as JSON."""
         if self.as_json:

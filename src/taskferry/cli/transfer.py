@@ -56,7 +56,7 @@ def run(
 def samples_to_give(given: Mapping[str, Any]) -> str:
     """Where nothing but samples is missing: what they can be, and the next command to type."""
     forms = "give JSONL, CSV, Parquet, an image folder or a hub dataset"
-    if _may_write(str(given.get("source_base", ""))):
+    if _may_write(str(given.get("source_base") or given.get("target_base", ""))):
         return (
             f"{forms}, or let the tuned source of a language model write samples itself: "
             f"{command_line()} --calibration {GENERATE}"

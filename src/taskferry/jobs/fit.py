@@ -15,6 +15,7 @@ from taskferry.jobs.opening import Opened, cut_line, opened, without_weights
 from taskferry.jobs.plan import plan_job, plan_sizes, refining
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import FitSettings, PlanSettings
+from taskferry.jobs.source import with_base
 from taskferry.methods import Job
 
 
@@ -22,7 +23,7 @@ def fit_alignment(
     settings: FitSettings, *, reporter: Reporter | None = None, dry_run: bool = False
 ) -> Alignment | None:
     """Both base models and a calibration set into one alignment file."""
-    reporter = reporter or Reporter()
+    reporter, settings = reporter or Reporter(), with_base(settings)
     method, own = settings.chosen()
     method.refuse(settings.engine_name, save=True)
     if settings.shard and settings.source_tuned is not None and method.needs.captures > 1:
@@ -71,6 +72,7 @@ def fit_alignment(
 
 def plan_transfer(settings: PlanSettings, reporter: Reporter) -> Plan:
     """What moving would cost; nothing is written."""
+    settings = with_base(settings)
     (method, own), refinement = settings.chosen(), settings.refinement
     settings.check_start(method)
     if settings.device_memory is not None:

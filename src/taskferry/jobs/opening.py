@@ -33,6 +33,7 @@ from taskferry.fitting.routing import Meeting
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import FitSettings, MethodSettings, PlanSettings, TransferSettings
+from taskferry.jobs.source import base_doubts
 from taskferry.methods import Job
 from taskferry.sites.pairing import Place
 from taskferry.taskvector import TaskVector
@@ -52,6 +53,7 @@ class Opened:
     first: bool = True  # whether this process writes
     models: tuple[Loaded, ...] = ()  # in memory
     drawn: Drawn | None = None  # samples that were not given
+    doubts: tuple[str, ...] = ()  # of the source base
 
     def planned(self, plan: Plan) -> Plan:
         """With the drawing of samples, where that is still to come."""
@@ -73,6 +75,9 @@ def opened(settings: Settings, reporter: Reporter, out: Path | None, *, dry_run:
     found = {name: _resolved(name, value) for name, value in given.items() if value is not None}
     inputs = Inputs(**found, **settings.data)
     first = rank_and_size()[0] == 0
+    doubts = tuple(base_doubts(settings, found))
+    for doubt in doubts if first else ():
+        reporter.warning(doubt)
     with ExitStack() as stack, _room(engine):
         # Only the first rank stores what is finished, and takes it away.
         resume = stack.enter_context(finished_groups(out)) if out is not None and first and not dry_run else None
@@ -83,9 +88,10 @@ def opened(settings: Settings, reporter: Reporter, out: Path | None, *, dry_run:
             if out is None:
                 raise ValueError("block by block needs a place beside its output")
             reporter.note(f"reading {settings.source_base} and {settings.target_base}")
-            yield _on_disk(settings, stack.enter_context(_scratch(out)), work, inputs, samples)
+            models = _on_disk(settings, stack.enter_context(_scratch(out)), work, inputs, samples)
         else:
-            yield _in_memory(settings, stack, work, inputs, told, samples, trial=dry_run or out is None)
+            models = _in_memory(settings, stack, work, inputs, told, samples, trial=dry_run or out is None)
+        yield replace(models, doubts=doubts)
 
 
 @contextmanager

@@ -154,8 +154,8 @@ def write_form(
     """Write it; a full model needs the target itself, an adapter only its skeleton."""
     if kind == "lora":
         skeleton = target if isinstance(target, Skeleton) else Skeleton.of(target.model)
-        name, revision = (base.partition("@")[::2]) if hub_id(base) is not None else (base, "")
-        write_adapter(folder, tau, skeleton, base_name=name, revision=revision or None, like=adapter)
+        name, revision = _named(base, target)
+        write_adapter(folder, tau, skeleton, base_name=name, revision=revision, like=adapter)
     elif kind == "task-vector":
         tau.save(folder / "task_vector.safetensors")
     elif isinstance(target, Loaded):
@@ -165,6 +165,20 @@ def write_form(
         target.write(tau, folder, [*map(target.under, blocks), target.outside(blocks)])
     else:
         raise TaskferryError("a full model needs its base: give --target-base, or --as-task-vector")
+
+
+def _named(base: str, target: Loaded | LazyModel | Skeleton) -> tuple[str, str | None]:
+    """Name and revision of a base, for the configuration of an adapter: a folder by its absolute path.
+
+    The revision of a hub's model is the given one, or the commit that was read.
+    """
+    if hub_id(base) is None:
+        return str(Path(base).absolute()) if base and Path(base).exists() else base, None
+    name, _, revision = base.partition("@")
+    folder = None if isinstance(target, Skeleton) else target.folder
+    if not revision and folder is not None and folder.parent.name == "snapshots":
+        revision = folder.name
+    return name, revision or None
 
 
 def check_output(folder: Path, kind: str, final: TaskVector, target: Loaded | LazyModel) -> None:

@@ -35,6 +35,9 @@ class Reporter:
     def note(self, what: str) -> None:
         """What takes a while and has no steps: loading, measuring."""
 
+    def warning(self, what: str) -> None:
+        """What nobody should overlook, before the work."""
+
 
 @dataclass(frozen=True, repr=False)
 class Outcome:

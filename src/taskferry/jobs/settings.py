@@ -32,7 +32,7 @@ class MethodSettings(GenerationSettings, MapSettings, PairPlaceSettings):
 
     panel: ClassVar[str] = "Method"
 
-    source_base: str = Field(description="the base model that was tuned")
+    source_base: str = Field("", description="the base model that was tuned (default: the one that an adapter names)")
     target_base: str = Field(description="the base model to move to")
     method: str = Field(DEFAULT_METHOD, description="how to move; `taskferry methods` lists all")
     effort: Literal["fast", "standard", "thorough"] = Field("standard", description="how much work the method does")

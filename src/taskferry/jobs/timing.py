@@ -38,6 +38,10 @@ class Timing(Reporter):
         """Pass it on."""
         self.inner.note(what)
 
+    def warning(self, what: str) -> None:
+        """Pass it on."""
+        self.inner.warning(what)
+
     def ends(self, what: str) -> None:
         """All time since the last step was spent on this."""
         now = time.perf_counter()

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from taskferry.checkpoints import Adapter, Tuned
+from taskferry.checkpoints.adapter_config import CONFIG
 from taskferry.checkpoints.conversion import peft_for
 from taskferry.disk.staging import check_free
 from taskferry.engines.pair import ModelPair
@@ -26,6 +27,7 @@ from taskferry.jobs.output import FORMS, dequantised, in_form, output_kind, pack
 from taskferry.jobs.plan import plan_job, refining
 from taskferry.jobs.record import Outcome, Reporter, make_record, summary
 from taskferry.jobs.settings import TransferSettings
+from taskferry.jobs.source import SourceLosses, source_losses, with_base
 from taskferry.jobs.spectrum import before_and_after, energy_moved
 from taskferry.jobs.timing import Timing
 from taskferry.jobs.verdict import Judged, verdict
@@ -45,6 +47,7 @@ def transfer(
     settings: TransferSettings, *, command: str = "", reporter: Reporter | None = None, dry_run: bool = False
 ) -> Outcome | None:
     """Fit, move, choose the scale, write, load again and check. None for a dry run."""
+    settings, given = with_base(settings), settings
     (method, own), refinement = settings.chosen(), settings.refinement
     method.refuse(settings.engine_name)
     settings.check_start(method, settings.scale)
@@ -54,13 +57,17 @@ def transfer(
         kind, drawn = output_kind(settings, models.tuned.adapter), models.drawn
         head = _head(settings, models, kind)
         _check_training(settings, models, kind)
+        source = None if dry_run else _source(settings, models, timing)
         job = Job(models.pair, models.tuned.tau)
         if method.needs.maps and (settings.scale == "auto" or refinement is not None):
             job = job.in_folds()  # what is chosen, and a refinement's start, are judged by maps of other samples
         if (dry_run or timing.wants_plan) and models.first:
             timing.note("measuring this machine for the plan")
             plan = plan_job(job, method, own, scale=settings.scale, refinement=refinement)
-            timing.plan(models.planned(plan), _plan_lines(settings, models, kind))
+            lines = _plan_lines(settings, models, kind)
+            if not given.source_base:
+                lines["from"] += f", the base that its {CONFIG} names"
+            timing.plan(models.planned(plan), lines)
         if dry_run:
             return None
         timing.ends("prepare")
@@ -121,6 +128,7 @@ def transfer(
                     generated=drawn is not None,
                     taught=models.prepared.taught,
                     expected=expected,
+                    doubts=_doubts(settings, models, source),
                 ),
                 final,
                 energy_moved(models.tuned.tau, final),
@@ -131,6 +139,7 @@ def transfer(
             provenance=moved.provenance,
             sites=moved.sites,
             ignored=ignored,
+            source=None if source is None else source.record(),
             calibration={
                 "indices": models.prepared.indices,
                 "labels": models.prepared.labels,
@@ -183,6 +192,22 @@ def _answers(
     moved = [change for _, change in used]
     learned = [change + (refined.tau - start) for change in moved]
     return held_out_answers(models, [part for part, _ in used], moved, learned, progress=timing.step)
+
+
+def _source(settings: TransferSettings, models: Opened, reporter: Reporter) -> SourceLosses | None:
+    """Losses of the source without and with the fine-tune; refused where it does nothing."""
+    reporter.note(f"measuring {settings.source_tuned} on the samples")
+    losses = source_losses(models.pair, models.tuned)
+    if losses is not None and not losses.acts and not settings.force:
+        raise TaskferryError(f"{losses.sentence(settings)}; --force goes on anyway")
+    return losses
+
+
+def _doubts(settings: TransferSettings, models: Opened, source: SourceLosses | None) -> tuple[str, ...]:
+    """What speaks against the source base."""
+    if source is None or source.acts:
+        return models.doubts
+    return (*models.doubts, source.sentence(settings))
 
 
 def _head(settings: TransferSettings, models: Opened, kind: str) -> TaskHead | None:

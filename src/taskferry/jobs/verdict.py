@@ -36,6 +36,7 @@ class Judged:
     generated: bool = False  # whether the tuned source wrote them
     taught: bool = False  # whether it gave the labels or answers
     expected: Forecast | None = None  # of the gain, where that can be said
+    doubts: tuple[str, ...] = ()  # of the source base
 
 
 def verdict(
@@ -135,7 +136,7 @@ def warnings(
     judged: Judged, energy: Mapping[str, Any] | None, ignored: Mapping[str, str], refined: Refined | None = None
 ) -> list[str]:
     """What nobody should overlook, each with what to do about it."""
-    curve, found = judged.curve, []
+    curve, found = judged.curve, list(judged.doubts)
     if refined is not None and refined.kept and not refined.better:
         found.append(
             "on the samples kept aside the refined target is no better than the untouched one: evaluate it before you "
