@@ -28,7 +28,7 @@ from taskferry.bench.tables import Line, from_json, lines, markdown
 
 PAGE = common.ROOT / "docs" / "results.md"
 APPENDIX = PAGE.with_name("results-tables.md")
-PAGES = ("index", "performance", "scale", "analysis", "reliability", "how-to/refine")
+PAGES = ("index", "performance", "scale", "analysis", "reliability", "how-to/refine", "how-to/did-it-work")
 TABLES = tuple(PAGE.parent / f"{name}.md" for name in PAGES)
 README = common.ROOT / "README.md"
 BEGIN, END = "<!-- made by benchmarks/shared/results.py -->", "<!-- end -->"

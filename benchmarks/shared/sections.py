@@ -65,15 +65,13 @@ to the labels of the same samples. all-MiniLM-L6-v2 to gte-small, accuracy on te
     ),
     "language_models": (
         "Real language models",
-        """LoRAs of rank 8 on every projection, trained by PEFT on all samples of a task, moved between real language
-models of other families, with other tokenizers, widths and depths. A task is a question whose answer is one of a few
-words; an answer is right where it is the likeliest of them, on 400 other questions. The oracle is such a LoRA trained
-on the target, with all samples. *LoRA from scratch, labels* is what a user would do instead, on the same N samples;
-*refined* rows train towards the tuned source without labels (`--refine`), *no move* from scratch. Costs are CPU-seconds
-of one thread. Samples are labelled, answered by the tuned source in place of the labels, or written by it from nothing
-(`--calibration generate`). On trec the number of directions of wide layers was chosen; nothing was chosen on the
-others. Rows of Qwen, of SNLI and JSON, and of AG News from Gemma were run beside other work, which makes
-CPU-seconds up to 1.7 times as many. In JSON an answer is right where it is written so.""",
+        """LoRAs of rank 8 on every projection, trained by trl on all samples of a task (so with the end of an answer),
+moved between real language models of other families, with other tokenizers, widths and depths. A task is a question
+whose answer is one of a few words, or an object in JSON, or a word in a chat, where the target is a base model without
+a chat template. Answers are generated greedily (at most 16 tokens, 48 for JSON) to 400 other questions (200 for JSON);
+one is right where it is the wanted one and the model ended it. The oracle is such a LoRA trained on the target, with
+all samples. *Refined* rows train towards the tuned source without labels (`--refine`), *no move* from scratch. Costs
+are CPU-seconds of one thread, beside other work, which makes them up to 1.7 times as many.""",
     ),
     "language_ideas": (
         "What makes right answers move between real language models",
