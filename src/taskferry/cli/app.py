@@ -76,6 +76,13 @@ class Verbs(TyperGroup):
         name, known, rest = super().resolve_command(ctx, args)
         return name, _verb(str(name), ctx) if known else None, rest
 
+    def invoke(self, ctx: Any) -> Any:
+        """The verb; an interrupt keeps its message, which typer would drop."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            raise typer.Abort(*stop.args) from stop
+
     def get_params(self, ctx: Any) -> Any:
         """The options of the command itself."""
         return _flags(super().get_params(ctx))
@@ -149,8 +156,9 @@ def run() -> None:
     except TaskferryError as error:
         console.print(f"[bold red]taskferry:[/] {plain(error)}")
         sys.exit(3 if isinstance(error, DoesNotHelp) else 2)
-    except (KeyboardInterrupt, typer.Abort):
-        console.print("[bold red]taskferry:[/] interrupted; nothing was written")
+    except (KeyboardInterrupt, typer.Abort) as stop:
+        kept = "".join(f"; {plain(text)}" for text in stop.args)
+        console.print(f"[bold red]taskferry:[/] interrupted; nothing was written{kept}")
         sys.exit(INTERRUPTED)
     except Exception as error:
         if not hasattr(error, "show"):
