@@ -86,6 +86,26 @@ def test_a_missing_or_wrong_option_needs_no_torch(tmp_path: Path) -> None:
     assert "No such option" in light("transfer", "--sampels", "3", code=2)
 
 
+@pytest.mark.parametrize(
+    ("verb", "option", "right"),
+    [
+        ("transfer", "--lora", "--source-tuned"),
+        ("transfer", "--adapter", "--source-tuned"),
+        ("transfer", "--base", "--source-base, --target-base"),
+        ("transfer", "--model", "--source-base, --source-tuned, --target-base"),
+        ("transfer", "--data", "--calibration"),
+        ("fit", "--dataset", "--calibration"),
+        ("fit", "--output", "--out"),
+        ("evaluate", "--lora", "--add"),
+        ("evaluate", "--data", "--test"),
+    ],
+)
+def test_other_words_for_an_option_name_the_right_one(verb: str, option: str, right: str) -> None:
+    err = taskferry(verb, option, "x", code=2).err
+    assert re.search(rf"No such option: {option} .*(options: |mean ){right}[?)\s]", " ".join(err.split())), err
+    assert "--as-lora" not in err
+
+
 @pytest.mark.parametrize(("verb", "sentence"), [pair for verbs in VERBS.values() for pair in verbs.items()])
 def test_the_help_of_all_says_of_a_verb_what_its_own_help_says(verb: str, sentence: str) -> None:
     """The sentences stand apart from the verbs, so that the help of all imports none."""

@@ -67,6 +67,17 @@ VERBS = {  # by panel of the help; a test holds each sentence to the verb's own
     },
 }
 
+_TUNED, _DATA = ("--source-tuned", "--add"), ("--calibration", "--test")
+MEANT = {  # what other tools call an option, and the options of ours that it can mean
+    "--lora": _TUNED,
+    "--adapter": _TUNED,
+    "--model": ("--source-base", "--source-tuned", "--target-base"),
+    "--base": ("--source-base", "--target-base"),
+    "--data": _DATA,
+    "--dataset": _DATA,
+    "--output": ("--out",),
+}
+
 
 class Verbs(TyperGroup):
     """Imports a verb, with its settings and options, when it is called: the help of all needs none of them."""
@@ -163,6 +174,11 @@ def run() -> None:
     except Exception as error:
         if not hasattr(error, "show"):
             raise
-        error.show()  # a word that is no option: the command line's own message
+        wrong: Any = error
+        meant = MEANT.get(getattr(error, "option_name", ""))
+        if meant is not None:  # names that are spelt alike would mislead
+            known = {option for parameter in wrong.ctx.command.params for option in parameter.opts}
+            wrong.possibilities = [option for option in meant if option in known]
+        wrong.show()  # a word that is no option: the command line's own message
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)
