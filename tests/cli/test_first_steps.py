@@ -263,9 +263,20 @@ def test_doctor_agrees_with_transfer(world: Path) -> None:
     pair = taskferry("doctor", world / "base-a", world / "bert", "--json").json
     assert "transfer refuses this pair" in pair["would move"]
     shown = taskferry("doctor", world / "base-a", world / "base-b").out
-    assert re.search(r"would move +\d+ of the \d+ linear layers", " ".join(shown.split()))
+    assert re.search(r"could move +into 21 of the 22 linear layers", " ".join(shown.split()))
     assert "a normalisation weight" in shown
     assert "{" not in shown
+
+
+def test_doctor_counts_what_moves_of_an_adapter(world: Path, tmp_path: Path) -> None:
+    """As the plan of the transfer does."""
+    tuned = ["--source-tuned", world / "my-lora"]
+    found = taskferry("doctor", world / "base-a", world / "base-b", *tuned, "--json").json
+    plan = taskferry("transfer", *given(world, tmp_path / "out"), "--dry-run", "--json").json["plan"]
+    assert plan["pairs"] == 6
+    assert found["would move"].startswith(f"into {plan['pairs']} of the {plan['sites']} linear layers")
+    assert 21 - plan["pairs"] in found["would stay"].values()
+    assert "give the source and the target" in taskferry("doctor", world / "base-a", *tuned, code=2).err
 
 
 def test_inspect_of_an_output_has_one_line_for_each_reason(world: Path, tmp_path: Path) -> None:
