@@ -159,7 +159,7 @@ def read_json(answer: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and set(found) == {"type", "first"} else None
 
 
-KINDS = ("abbreviation", "entity", "description", "human", "location", "number")
+KINDS = ("description", "entity", "abbreviation", "human", "location", "number")
 TASKS: dict[str, Task] = {
     "trec": Task("TREC", "trec", "Question: {text}\nAnswer type:", KINDS),
     "emotion": Task("emotion", "emotion", "Message: {text}\nFeeling:",
