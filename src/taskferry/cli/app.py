@@ -88,7 +88,7 @@ class Verbs(TyperGroup):
         return name, _verb(str(name), ctx) if known else None, rest
 
     def invoke(self, ctx: Any) -> Any:
-        """The verb; an interrupt keeps its message, which typer would drop."""
+        """Run the verb; an interrupt keeps its message, which typer would drop."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:

@@ -88,7 +88,7 @@ def one(model: str) -> dict[str, Any]:
 
 
 def pair(source: str, target: str, tuned: str | None = None) -> dict[str, Any]:
-    """What moves between two models (with a fine-tune: of that), what stays and why; or why `transfer` refuses them."""
+    """Count what moves between two models, or of a fine-tune; what stays and why; or why `transfer` refuses them."""
     from taskferry.checkpoints import load_model, load_tuned
     from taskferry.coverage import reasons_to_keep
     from taskferry.engines.whole import unchanged

@@ -112,7 +112,7 @@ def _resolved(name: str, given: str) -> str:
 
 
 def _samples(settings: Settings, source: str, reporter: Reporter) -> Samples:
-    """Read before any model is loaded, which may take minutes; what the source reads is told by its configuration."""
+    """Read and check the samples before any model is loaded, which may take minutes, by the source's configuration."""
     reporter.note(f"reading the samples of {settings.calibration}")
     samples = load_samples(settings.calibration, label_column=settings.label_column)
     config = read_json(Path(source) / "config.json") if owns(source) else {}
