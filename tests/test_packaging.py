@@ -101,6 +101,14 @@ def test_the_index_is_told_what_it_is(metadata: email.message.Message) -> None:
     assert all(link.startswith(HOME) for link in links.values())
 
 
+def test_the_install_that_is_shown_brings_what_the_verdict_proposes(metadata: email.message.Message) -> None:
+    """Models, data files, and the PEFT that refines a LoRA."""
+    (shown,) = re.findall(r"pip install 'taskferry\[([\w,]+)\]'", (ROOT / "README.md").read_text(encoding="utf-8"))
+    needed = "\n".join(metadata.get_all("Requires-Dist", []))
+    brought = {name for extra in shown.split(",") for name in re.findall(rf"^(\w+).*extra == '{extra}'$", needed, re.M)}
+    assert {"transformers", "peft", "datasets"} <= brought
+
+
 def test_the_index_can_follow_every_link_of_the_readme(metadata: email.message.Message) -> None:
     page = str(metadata.get_payload())
     links = re.findall(r"\]\(([^)]+)\)", page)

@@ -18,7 +18,7 @@ DEFAULT_TOLERANCE = 1e-6  # smallest singular value kept, relative to the larges
 
 
 def is_language_class(name: str) -> bool:
-    """Whether models of a class predict tokens, by its name."""
+    """Tell by the name of a class whether its models predict tokens."""
     return name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel"))  # MT: of Marian
 
 

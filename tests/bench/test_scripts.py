@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.quality.language_tasks import TASKS
 from tests.helpers.pages import ROOT
 
 SCRIPTS = sorted(
@@ -34,6 +36,14 @@ def test_a_benchmark_starts_and_explains_itself(
     assert ended.value.code == 0
     if "zoo." not in name and "fuzzing" not in name:
         assert "--quick" in capsys.readouterr().out
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["trec", "emotion", "snli"])
+def test_answers_are_those_of_the_classes(name: str, shared: Path) -> None:
+    """By the first letters of both: DESC is called description."""
+    classes = json.loads((shared / "data" / name / "note.json").read_text())["classes"]
+    assert [answer[:3] for answer in TASKS[name].answers] == [known[:3].lower() for known in classes]
 
 
 @pytest.mark.parametrize("name", ["frontier", "language_models", "forecast"])

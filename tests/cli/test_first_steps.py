@@ -86,6 +86,26 @@ def test_a_missing_or_wrong_option_needs_no_torch(tmp_path: Path) -> None:
     assert "No such option" in light("transfer", "--sampels", "3", code=2)
 
 
+@pytest.mark.parametrize(
+    ("verb", "option", "right"),
+    [
+        ("transfer", "--lora", "--source-tuned"),
+        ("transfer", "--adapter", "--source-tuned"),
+        ("transfer", "--base", "--source-base, --target-base"),
+        ("transfer", "--model", "--source-base, --source-tuned, --target-base"),
+        ("transfer", "--data", "--calibration"),
+        ("fit", "--dataset", "--calibration"),
+        ("fit", "--output", "--out"),
+        ("evaluate", "--lora", "--add"),
+        ("evaluate", "--data", "--test"),
+    ],
+)
+def test_other_words_for_an_option_name_the_right_one(verb: str, option: str, right: str) -> None:
+    err = taskferry(verb, option, "x", code=2).err
+    assert re.search(rf"No such option: {option} .*(options: |mean ){right}[?)\s]", " ".join(err.split())), err
+    assert "--as-lora" not in err
+
+
 @pytest.mark.parametrize(("verb", "sentence"), [pair for verbs in VERBS.values() for pair in verbs.items()])
 def test_the_help_of_all_says_of_a_verb_what_its_own_help_says(verb: str, sentence: str) -> None:
     """The sentences stand apart from the verbs, so that the help of all imports none."""
@@ -243,9 +263,20 @@ def test_doctor_agrees_with_transfer(world: Path) -> None:
     pair = taskferry("doctor", world / "base-a", world / "bert", "--json").json
     assert "transfer refuses this pair" in pair["would move"]
     shown = taskferry("doctor", world / "base-a", world / "base-b").out
-    assert re.search(r"would move +\d+ of the \d+ linear layers", " ".join(shown.split()))
+    assert re.search(r"could move +into 21 of the 22 linear layers", " ".join(shown.split()))
     assert "a normalisation weight" in shown
     assert "{" not in shown
+
+
+def test_doctor_counts_what_moves_of_an_adapter(world: Path, tmp_path: Path) -> None:
+    """As the plan of the transfer does."""
+    tuned = ["--source-tuned", world / "my-lora"]
+    found = taskferry("doctor", world / "base-a", world / "base-b", *tuned, "--json").json
+    plan = taskferry("transfer", *given(world, tmp_path / "out"), "--dry-run", "--json").json["plan"]
+    assert plan["pairs"] == 6
+    assert found["would move"].startswith(f"into {plan['pairs']} of the {plan['sites']} linear layers")
+    assert 21 - plan["pairs"] in found["would stay"].values()
+    assert "give the source and the target" in taskferry("doctor", world / "base-a", *tuned, code=2).err
 
 
 def test_inspect_of_an_output_has_one_line_for_each_reason(world: Path, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import itertools
 import json
 import math
 import shutil
+import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from torch import nn
 from taskferry import LowRank, TaskferryError, TaskVector, load_model
 from taskferry.calibration.augmentation import Views
 from taskferry.checkpoints.lowrank import compress
+from taskferry.cli import main
+from taskferry.cli.screen import Screen
 from taskferry.disk.records import as_json
 from taskferry.fitting.scale import moved_by
 from taskferry.fitting.teacher import Written
@@ -368,6 +372,31 @@ def test_a_killed_refinement_resumes_to_the_same_bytes(pair: dict[str, Any], tmp
     assert seen[0] == 11
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "half" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize(("at", "kept"), [(11, True), (1, False)])
+def test_an_interrupt_says_where_to_go_on(
+    pair: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    at: int,
+    kept: bool,
+) -> None:
+    out = tmp_path / "out"
+    command = ["taskferry", "transfer", *words(pair), "--samples", 12, "--scale", 1, "--refine", 20, "--out", out]
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # which the command sets
+    monkeypatch.setattr(sys, "argv", list(map(str, command)))
+    monkeypatch.setattr(Screen, "step", Killed(at).step)
+    with pytest.raises(SystemExit, match="130"):
+        main()
+    said = capsys.readouterr().err
+    assert "interrupted; nothing was written" in said
+    folder = tmp_path / ".out.groups"
+    assert (f"what is finished is kept in {folder}: the same command goes on from there" in said) == kept
+    monkeypatch.undo()
+    taskferry(*command[1:])
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_settings_of_a_refinement_need_one(pair: dict[str, Any], tmp_path: Path) -> None:

@@ -67,6 +67,17 @@ VERBS = {  # by panel of the help; a test holds each sentence to the verb's own
     },
 }
 
+_TUNED, _DATA = ("--source-tuned", "--add"), ("--calibration", "--test")
+MEANT = {  # what other tools call an option, and the options of ours that it can mean
+    "--lora": _TUNED,
+    "--adapter": _TUNED,
+    "--model": ("--source-base", "--source-tuned", "--target-base"),
+    "--base": ("--source-base", "--target-base"),
+    "--data": _DATA,
+    "--dataset": _DATA,
+    "--output": ("--out",),
+}
+
 
 class Verbs(TyperGroup):
     """Imports a verb, with its settings and options, when it is called: the help of all needs none of them."""
@@ -75,6 +86,13 @@ class Verbs(TyperGroup):
         """The verb that was typed, in place of its sentence."""
         name, known, rest = super().resolve_command(ctx, args)
         return name, _verb(str(name), ctx) if known else None, rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb; an interrupt keeps its message, which typer would drop."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            raise typer.Abort(*stop.args) from stop
 
     def get_params(self, ctx: Any) -> Any:
         """The options of the command itself."""
@@ -149,12 +167,18 @@ def run() -> None:
     except TaskferryError as error:
         console.print(f"[bold red]taskferry:[/] {plain(error)}")
         sys.exit(3 if isinstance(error, DoesNotHelp) else 2)
-    except (KeyboardInterrupt, typer.Abort):
-        console.print("[bold red]taskferry:[/] interrupted; nothing was written")
+    except (KeyboardInterrupt, typer.Abort) as stop:
+        kept = "".join(f"; {plain(text)}" for text in stop.args)
+        console.print(f"[bold red]taskferry:[/] interrupted; nothing was written{kept}")
         sys.exit(INTERRUPTED)
     except Exception as error:
         if not hasattr(error, "show"):
             raise
-        error.show()  # a word that is no option: the command line's own message
+        wrong: Any = error
+        meant = MEANT.get(getattr(error, "option_name", ""))
+        if meant is not None:  # names that are spelt alike would mislead
+            known = {option for parameter in wrong.ctx.command.params for option in parameter.opts}
+            wrong.possibilities = [option for option in meant if option in known]
+        wrong.show()  # a word that is no option: the command line's own message
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)

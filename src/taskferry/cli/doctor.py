@@ -13,6 +13,7 @@ from rich.table import Table
 
 from taskferry.cli.options import Json
 from taskferry.cli.terminal import plain, print_json, waiting
+from taskferry.errors import TaskferryError
 
 EXTRAS = {
     "transformers": "hf",
@@ -34,11 +35,18 @@ def register(app: typer.Typer) -> None:
 def run(
     source: Annotated[str | None, typer.Argument(help="a source base model")] = None,
     target: Annotated[str | None, typer.Argument(help="a target base model")] = None,
+    tuned: Annotated[
+        str | None, typer.Option("--source-tuned", help="a fine-tune of the source: what of it would move")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say what is installed, what is missing, and what would move between two models."""
+    if tuned is not None and target is None:
+        raise TaskferryError("--source-tuned moves between two models: give the source and the target before it")
     with waiting(as_json):
-        report = {**installed(), **({} if source is None else one(source) if target is None else pair(source, target))}
+        report = installed()
+        if source is not None:
+            report |= one(source) if target is None else pair(source, target, tuned)
     if as_json:
         print_json(report)
         return
@@ -79,11 +87,11 @@ def one(model: str) -> dict[str, Any]:
     return {"model": type(loaded.model).__name__, "has": layers}
 
 
-def pair(source: str, target: str) -> dict[str, Any]:
-    """What would move between two models, what would stay and why; or the sentence with which `transfer` refuses."""
-    from taskferry.checkpoints import load_model
+def pair(source: str, target: str, tuned: str | None = None) -> dict[str, Any]:
+    """Count what moves between two models, or of a fine-tune; what stays and why; or why `transfer` refuses them."""
+    from taskferry.checkpoints import load_model, load_tuned
     from taskferry.coverage import reasons_to_keep
-    from taskferry.errors import TaskferryError
+    from taskferry.engines.whole import unchanged
     from taskferry.fitting.preparation import language_kind
     from taskferry.sites.discovery import find_sites
     from taskferry.sites.pairing import pair_sites
@@ -98,7 +106,15 @@ def pair(source: str, target: str) -> dict[str, Any]:
     pairs, unpaired = pair_sites(find_sites(A.model), sites)
     linear = {name for site in sites for name in (site.weight, site.bias) if name}
     others = [reason for name, reason in reasons_to_keep(B.model).items() if name not in linear]
-    report["would move"] = f"{len(pairs)} of the {len(sites)} linear layers of {target}"
-    stays = Counter([*unpaired.values(), *others])
+    if tuned is None:
+        still = {}
+        report["could move"] = (
+            f"into {len(pairs)} of the {len(sites)} linear layers of {target}, as far as a fine-tune changes those of "
+            f"{source}: --source-tuned counts them"
+        )
+    else:
+        still = unchanged(pairs, load_tuned(tuned, A).tau.deltas.keys())
+        report["would move"] = f"into {len(pairs) - len(still)} of the {len(sites)} linear layers of {target}"
+    stays = Counter([*unpaired.values(), *still.values(), *others])
     report["would stay"] = dict(stays.most_common()) or "nothing"
     return report

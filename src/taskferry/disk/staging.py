@@ -60,9 +60,18 @@ def staged_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def finished_groups(out: Path) -> Iterator[Path]:
-    """A folder beside an output for what is finished; it stays when the work is cut off, and goes when it is done."""
-    yield _groups(out)
-    shutil.rmtree(_groups(out), ignore_errors=True)
+    """A folder beside an output for what is finished; it stays when the work is cut off, and goes when it is done.
+
+    An interrupt says where it is.
+    """
+    folder = _groups(out)
+    try:
+        yield folder
+    except KeyboardInterrupt as stop:
+        if not any(path.is_file() for path in folder.rglob("*")):
+            raise
+        raise KeyboardInterrupt(f"what is finished is kept in {folder}: the same command goes on from there") from stop
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _groups(out: Path) -> Path:
