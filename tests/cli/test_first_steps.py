@@ -120,7 +120,7 @@ def test_options_stand_in_groups_with_the_few_most_needed_first() -> None:
     for option in ("--source-base", "--source-tuned", "--target-base", "--calibration", "--out", "--dry-run"):
         assert first < shown.index(f"{option} ") < later, option
     assert first < later < shown.index(" Output ")
-    assert shown.count("(required)") == 5
+    assert shown.count("(required)") == 4
     assert "<bool>" not in shown
     words = re.sub(r"\s*│\s*│\s*", " ", shown.replace("\n", ""))
     assert "random, class-balanced, centroid-near, centroid-far, half-class or single-class" in re.sub(

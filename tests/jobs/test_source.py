@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from taskferry.checkpoints import Adapter, Tuned
 from taskferry.disk.inputs import hash_file
+from taskferry.engines.whole import WholePair
 from taskferry.example import FILES
+from taskferry.fitting.objectives import Head, Prototypes
+from taskferry.jobs.source import source_losses
+from taskferry.taskvector import TaskVector
 from tests.helpers import folders
 from tests.helpers.command import Ran, taskferry
+from tests.helpers.tiny import TINY
 
 transformers = pytest.importorskip("transformers")
 DATA = ["--calibration", "data.jsonl", "--samples", 8, "--max-length", 32, "--method", "bico", "--scale", 0.5]
@@ -177,3 +184,23 @@ def test_bases_of_a_hub_are_named_with_their_revision(world: Path, tmp_path: Pat
     assert record(tmp_path / "out")["settings"]["source_base"] == "org/base-a@v1"
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("org/base-b", "b" * 40)
+
+
+def test_a_head_that_was_trained_beside_an_adapter_scores_it() -> None:
+    """A head of zeros gives every class the same score; heads of another shape, or made from samples, say nothing."""
+    tiny = TINY["bert-classifier"]
+    A, B = tiny.model(16, 2, seed=1), tiny.model(16, 2, seed=2)
+    pair = WholePair(A, B, tiny.calibration(40, 12), Head())
+    zeros = {name: torch.zeros_like(p) for name, p in A.named_parameters() if name.startswith("classifier")}
+
+    def tuned(**saved: torch.Tensor) -> Tuned:
+        return Tuned(TaskVector({}), Adapter(TaskVector({}), {}, saved=saved), dict.fromkeys(saved, "a head"))
+
+    before = {name: parameter.clone() for name, parameter in A.named_parameters()}
+    found = source_losses(pair, tuned(**zeros))
+    assert found is not None
+    assert (found.tuned, found.samples) == (pytest.approx(math.log(3)), 32)
+    assert found.base != pytest.approx(math.log(3))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in A.named_parameters())
+    assert source_losses(pair, tuned(**{"classifier.weight": torch.zeros(5, 16)})) is None
+    assert source_losses(WholePair(A, B, tiny.calibration(40, 12), Prototypes()), tuned()) is None
