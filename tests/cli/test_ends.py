@@ -1,0 +1,149 @@
+"""A LoRA that ends its answers, trained by trl, moved and refined: what it writes ends, or the verdict says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from taskferry.example import FILES
+from tests.helpers.command import taskferry
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+
+REAL = Path(os.environ.get("TASKFERRY_REAL", Path.home() / ".cache" / "taskferry-real"))
+KINDS = ("description", "entity", "abbreviation", "human", "location", "number")
+
+
+def trained(base: Path, rows: list[dict[str, Any]], out: Path, steps: int, rate: float) -> Path:
+    """A LoRA by trl's own handling of data: it adds the end of an answer, and counts the answer alone."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    config = transformers.AutoConfig.from_pretrained(base)
+    model = getattr(transformers, config.architectures[0]).from_pretrained(base, dtype="float32")
+    lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    arguments = trl.SFTConfig(
+        output_dir=str(out.with_name("training")), max_steps=steps, per_device_train_batch_size=8, learning_rate=rate,
+        warmup_steps=5, bf16=False, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
+        gradient_checkpointing=False, seed=0,
+    )  # fmt: skip
+    trainer = trl.SFTTrainer(
+        model, arguments, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer, peft_config=lora
+    )
+    trainer.train()
+    trainer.model.save_pretrained(out)
+    return out
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def asked(text: str) -> dict[str, Any]:
+    """Whether the beginning of a passage has a certain word."""
+    words = text.split()[:10]
+    return {"prompt": " ".join(words) + "\nWord:", "completion": " peace" if "the" in words[:5] else " war"}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("ends")
+    rows = [asked(json.loads(line)["text"]) for line in (FILES / "test.jsonl").read_text().splitlines()]
+    trained(FILES / "base-a", rows[:140], root / "lora", steps=80, rate=1e-2)
+    write(root / "data.jsonl", rows[:60])
+    write(root / "test.jsonl", rows[140:])
+    chats = [
+        {"messages": [{"role": role, "content": row[name].strip()}
+                      for role, name in (("user", "prompt"), ("assistant", "completion"))]}
+        for row in rows
+    ]  # fmt: skip
+    write(root / "chats.jsonl", chats[:60])
+    return root
+
+
+def answers(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "taskferry.json").read_text())["verdict"]["answers"]
+    return found
+
+
+def test_what_is_refined_ends_its_answers(world: Path, tmp_path: Path) -> None:
+    """As the tuned source does on its own base; the record, the terminal and `evaluate` say so."""
+    base, out, test = FILES / "base-b", tmp_path / "out", world / "test.jsonl"
+    ran = taskferry("transfer", "--source-tuned", world / "lora", "--target-base", base, "--calibration",
+                    world / "data.jsonl", "--method", "cold", "--refine", 30, "--out", out)  # fmt: skip
+    own = taskferry("evaluate", FILES / "base-a", "--add", world / "lora", "--test", test, "--json").json
+    assert own["stopped"] >= 98
+    moved = taskferry("evaluate", base, "--add", out, "--test", test, "--json").json
+    assert moved["stopped"] >= own["stopped"] - 2
+    assert moved["exact"] > 40
+    assert answers(out)["refined"]["stopped"] >= answers(out)["source"]["stopped"] - 2
+    assert answers(out)["before"]["stopped"] < 50
+    assert "Held-out prompts" in ran.out
+    alone = taskferry("evaluate", base, "--test", test, "--json").json
+    assert alone["exact"] == 0
+
+
+def test_an_answer_that_goes_on_is_told(world: Path, tmp_path: Path) -> None:
+    """The move alone begins some answers right here, and ends none: that is no help."""
+    out = tmp_path / "out"
+    ran = taskferry("transfer", "--source-tuned", world / "lora", "--target-base", FILES / "base-b", "--calibration",
+                    world / "data.jsonl", "--effort", "fast", "--out", out)  # fmt: skip
+    found = answers(out)
+    if found["moved"]["stopped"] < found["source"]["stopped"]:
+        assert "of the answers end by themselves" in " ".join(ran.out.split())
+    if found["gain"]["low"] <= 0:
+        assert "not shown to help" in ran.out
+
+
+def test_a_base_model_takes_the_chat_template_of_the_source(world: Path, tmp_path: Path) -> None:
+    """Both bases of the package have none: the source is given one, and what is written brings it along."""
+    source = Path(shutil.copytree(FILES / "base-a", tmp_path / "chat-a"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    end = tokenizer.eos_token
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}" + end + "\n{% endfor %}"
+    tokenizer.save_pretrained(source)
+    given = ["transfer", "--source-base", source, "--source-tuned", world / "lora", "--target-base", FILES / "base-b",
+             "--calibration", world / "chats.jsonl", "--force"]  # fmt: skip
+    plan = taskferry(*given, "--out", tmp_path / "never", "--dry-run", "--json").json["plan"]
+    assert f"in the chat template of {source}" in plan["labels"]
+    out = tmp_path / "out"
+    taskferry(*given, "--method", "cold", "--refine", 20, "--out", out)
+    template = (out / "chat_template.jinja").read_text()
+    assert transformers.AutoTokenizer.from_pretrained(FILES / "base-b").eos_token in template
+    scored = taskferry("evaluate", FILES / "base-b", "--add", out, "--test", world / "chats.jsonl", "--json").json
+    assert scored["stopped"] > 90
+    assert (
+        "has no chat template" in taskferry("evaluate", FILES / "base-b", "--test", world / "chats.jsonl", code=2).err
+    )
+
+
+@pytest.mark.real
+@pytest.mark.every
+def test_real_models(shared: Path, tmp_path: Path) -> None:
+    """SmolLM2 to Gemma 3 on questions: after thirty steps answers end as those of the tuned source do."""
+    smol, gemma = REAL / "smollm2-135m-instruct", REAL / "gemma-3-270m"
+    if not (smol.is_dir() and gemma.is_dir()):
+        pytest.skip(f"no real language models at {REAL}: set TASKFERRY_REAL")
+    rows = {}
+    for split in ("train", "test"):
+        given = [json.loads(line) for line in (shared / "data" / "trec" / f"{split}.jsonl").read_text().splitlines()]
+        rows[split] = [
+            {"prompt": f"Question: {row['text']}\nAnswer type:", "completion": f" {KINDS[row['label']]}"}
+            for row in given
+        ]
+    lora = trained(smol, rows["train"][:960], tmp_path / "lora", steps=120, rate=1e-3)
+    data, test = write(tmp_path / "data.jsonl", rows["train"]), write(tmp_path / "test.jsonl", rows["test"])
+    given = ["--test", test, "--test-samples", 100, "--json"]
+    own = taskferry("evaluate", smol, "--add", lora, *given).json
+    taskferry("transfer", "--source-base", smol, "--source-tuned", lora, "--target-base", gemma, "--calibration", data,
+              "--method", "cold", "--refine", 30, "--out", tmp_path / "out")  # fmt: skip
+    moved = taskferry("evaluate", gemma, "--add", tmp_path / "out", *given).json
+    assert moved["stopped"] >= own["stopped"] - 2
+    assert moved["exact"] > 30
