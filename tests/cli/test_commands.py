@@ -308,7 +308,7 @@ def test_the_automatic_scale(world: Path, tmp_path: Path) -> None:
 
 def test_interrupting_leaves_nothing(world: Path, tmp_path: Path) -> None:
     given = pair(world, "llama", "qwen", "llama-full", "prompts.jsonl")
-    slow = ["--micro-batch", "1", "--statistics-memory", "1e-9"]  # one pass over the samples for every block
+    slow = ["--micro-batch", "1", "--statistics-memory", "1e-9", "--force"]  # one pass over the samples for every block
     command = [str(Path(sys.executable).with_name("taskferry")), "transfer", *map(str, given), *slow]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # A shell that starts the tests in the background has them ignore the signal, and all that they start.
