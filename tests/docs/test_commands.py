@@ -66,8 +66,9 @@ def test_the_commands_run(page: Path, desk: Path) -> None:
         if command[0] == "pip":
             continue  # the gate has installed the package
         # Random small models gain nothing, which `--scale auto` would rightly refuse; a start of training has no scale.
-        free = "transfer" in command and not {"--scale", "--paper", "cold"} & set(command)
-        options = ["--scale", "1"] if free else []
+        moves = "transfer" in command
+        free = moves and not {"--scale", "--paper", "cold"} & set(command)
+        options = [*["--force"] * moves, *["--scale", "1"] * free]
         if command[0] == "torchrun":
             torchrun([*command[1:], *options], desk)
             continue
