@@ -151,20 +151,19 @@ def test_one_sample(world: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["transfer", "blockwise", "fit", "plan"])
 def test_data_are_refused_before_a_model_is_loaded(command: str, world: Path, tmp_path: Path) -> None:
-    """Bases without weights: what is wrong with the samples is said without them."""
-    for name in ("bert", "llama"):
-        (tmp_path / name).mkdir()
-        shutil.copy(world / name / "config.json", tmp_path / name)
+    """A base without weights: what is wrong with the samples is said without them."""
+    base = tmp_path / "llama"
+    base.mkdir()
+    shutil.copy(world / "llama" / "config.json", base)
     data = {
-        "renamed": ("llama", {"question": "Where?", "answer": "Here."}, "rename question to prompt"),
-        "unanswered": ("llama", {"messages": [{"role": "user", "content": "Where?"}]}, "without an answer"),
-        "pairs": ("llama", {"anchor": "Where?", "positive": "Here."}, "pairs of texts are for sentence encoders"),
-        "asked": ("bert", {"prompt": "Where?", "completion": "Here."}, "an encoder needs a text column"),
+        "renamed": ({"question": "Where?", "answer": "Here."}, "rename question to prompt"),
+        "unanswered": ({"messages": [{"role": "user", "content": "Where?"}]}, "without an answer"),
+        "pairs": ({"anchor": "Where?", "positive": "Here."}, "pairs of texts are for sentence encoders"),
     }
     verb = "transfer" if command == "blockwise" else command
-    for name, (base, row, word) in data.items():
+    for name, (row, word) in data.items():
         (tmp_path / f"{name}.jsonl").write_text(3 * f"{json.dumps(row)}\n")
-        given = ["--source-base", tmp_path / base, "--target-base", tmp_path / base, "--calibration",
+        given = ["--source-base", base, "--target-base", base, "--calibration",
                  tmp_path / f"{name}.jsonl", *(["--out", tmp_path / "out"] if verb != "plan" else []),
                  *(["--source-tuned", world / "lora"] if verb == "transfer" else []),
                  *(["--engine", "blockwise"] if command == "blockwise" else [])]  # fmt: skip

@@ -157,10 +157,10 @@ def _chosen(settings: CalibrationSettings, samples: Samples, features: Callable[
     )
 
 
-def check_samples(settings: CalibrationSettings, samples: Samples, language: str | None) -> None:
-    """Refuse samples that models of a kind (`language_kind`) do not read, as far as no model is needed for that."""
-    check_kind(samples, language)
-    if language is None or samples.kind in ("prompt", "pictured") or settings.sampler.startswith("centroid"):
+def check_samples(settings: CalibrationSettings, samples: Samples) -> None:
+    """Refuse samples that no causal language model reads, as far as no model is needed for that."""
+    check_kind(samples, "causal")
+    if samples.kind in ("prompt", "pictured") or settings.sampler.startswith("centroid"):
         return
     for i in _chosen(settings, samples, None):
         segments_of(samples.rows[i])

@@ -123,10 +123,10 @@ def _samples(settings: Settings, source: str, reporter: Reporter) -> Samples:
     samples = load_samples(settings.calibration, label_column=settings.label_column)
     config = read_json(Path(source) / "config.json") if owns(source) else {}
     named = config.get("architectures")
-    if config.get("is_encoder_decoder"):  # some of these read sound, which the loaded model says
-        return samples
-    if isinstance(named, list) and named and isinstance(named[0], str):
-        check_samples(settings, samples, "causal" if is_language_class(named[0]) else None)
+    causal = isinstance(named, list) and any(is_language_class(str(name)) for name in named)
+    # Of encoders and encoder-decoders the loaded models say more: that they read sound, or are not the adapter's base.
+    if causal and not config.get("is_encoder_decoder"):
+        check_samples(settings, samples)
     return samples
 
 
