@@ -59,12 +59,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trained(FILES / "base-a", rows[:140], root / "lora", steps=80, rate=1e-2)
     write(root / "data.jsonl", rows[:60])
     write(root / "test.jsonl", rows[140:])
-    chats = [
-        {"messages": [{"role": role, "content": row[name].strip()}
-                      for role, name in (("user", "prompt"), ("assistant", "completion"))]}
-        for row in rows
-    ]  # fmt: skip
-    write(root / "chats.jsonl", chats[:60])
     return root
 
 
@@ -106,22 +100,33 @@ def test_a_base_model_takes_the_chat_template_of_the_source(world: Path, tmp_pat
     """Both bases of the package have none: the source is given one, and what is written brings it along."""
     source = Path(shutil.copytree(FILES / "base-a", tmp_path / "chat-a"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    end = tokenizer.eos_token
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}" + end + "\n{% endfor %}"
+    turn = "[{{ m.role }}]\n{{ m.content }}" + tokenizer.eos_token + "\n"
+    asks = "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{turn}{{% endfor %}}{asks}"
     tokenizer.save_pretrained(source)
-    given = ["transfer", "--source-base", source, "--source-tuned", world / "lora", "--target-base", FILES / "base-b",
-             "--calibration", world / "chats.jsonl", "--force"]  # fmt: skip
-    plan = taskferry(*given, "--out", tmp_path / "never", "--dry-run", "--json").json["plan"]
-    assert f"in the chat template of {source}" in plan["labels"]
-    out = tmp_path / "out"
-    taskferry(*given, "--method", "cold", "--refine", 20, "--out", out)
-    template = (out / "chat_template.jinja").read_text()
-    assert transformers.AutoTokenizer.from_pretrained(FILES / "base-b").eos_token in template
-    scored = taskferry("evaluate", FILES / "base-b", "--add", out, "--test", world / "chats.jsonl", "--json").json
-    assert scored["stopped"] > 90
-    assert (
-        "has no chat template" in taskferry("evaluate", FILES / "base-b", "--test", world / "chats.jsonl", code=2).err
-    )
+    rows = [json.loads(line) for line in (world / "data.jsonl").read_text().splitlines()]
+    halves = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "completion": [{"role": "assistant", "content": row["completion"].strip()}],
+        }
+        for row in rows
+    ]
+    lora = trained(source, halves, tmp_path / "lora", steps=50, rate=1e-2)
+    chats = write(tmp_path / "chats.jsonl", [{"messages": row["prompt"] + row["completion"]} for row in halves])
+    base, out = FILES / "base-b", tmp_path / "out"
+    ran = taskferry("transfer", "--source-tuned", lora, "--target-base", base, "--calibration", chats,
+                    "--method", "cold", "--refine", 30, "--out", out)  # fmt: skip
+    record = json.loads((out / "taskferry.json").read_text())
+    assert f"in the chat template of {source}" in record["calibration"]["labels"]
+    assert "Right answers on" in " ".join(ran.out.split())
+    assert transformers.AutoTokenizer.from_pretrained(base).eos_token in (out / "chat_template.jinja").read_text()
+    own = taskferry("evaluate", source, "--add", lora, "--test", chats, "--json").json
+    moved = taskferry("evaluate", base, "--add", out, "--test", chats, "--json").json
+    assert own["stopped"] >= 95
+    assert moved["stopped"] >= own["stopped"] - 2
+    refused = taskferry("evaluate", base, "--test", chats, code=2)
+    assert "has no chat template" in refused.err
 
 
 @pytest.mark.real
