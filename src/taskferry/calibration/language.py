@@ -163,7 +163,7 @@ def prompt_of(tokenizer: Any, segments: Sequence[Segment]) -> str:
 
 
 def end_mark(tokenizer: Any, behind: str) -> str | None:
-    """What ends an answer: the special token that a chat template writes behind it, or the end-of-text token."""
+    """The end of an answer: the special token that a chat template writes behind it, or the end-of-text token."""
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     found = [token for token in special if token and behind.lstrip().startswith(token)]
@@ -172,7 +172,7 @@ def end_mark(tokenizer: Any, behind: str) -> str | None:
 
 
 def chat_end(tokenizer: Any, segments: Sequence[Segment]) -> str | None:
-    """What ends an answer to this prompt or chat."""
+    """The end of an answer to this prompt or chat."""
     text, places = rendered_chat(tokenizer, segments)
     return end_mark(tokenizer, text[places[-1].stop :])
 

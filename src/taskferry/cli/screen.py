@@ -140,7 +140,7 @@ def _short(text: str) -> str:
 
 
 def worse(told: Mapping[str, Any]) -> bool:
-    """Whether what was written does harm on the samples."""
+    """True where the samples say that the output does harm."""
     return told.get("state") == HARMS
 
 

@@ -35,7 +35,7 @@ Sample = Sequence[Segment]
 
 @dataclass(frozen=True)
 class Score:
-    """What a model wrote to prompts, held against the answers that were wanted."""
+    """Answers that a model wrote to prompts, held against the wanted ones."""
 
     wanted: tuple[str, ...]
     written: tuple[Written, ...]
@@ -43,7 +43,7 @@ class Score:
 
     @property
     def exact_each(self) -> list[bool]:
-        """Whether an answer is the wanted one, up to white space; of JSON, the same value."""
+        """True where an answer is the wanted one up to white space, or the same JSON value, and ends."""
         parsed = self._json
         return [
             each.stopped and (each.text.strip() == want or (parsed and read_json(each.text) == read_json(want)))
@@ -52,7 +52,7 @@ class Score:
 
     @property
     def begins_each(self) -> list[bool] | None:
-        """Whether an answer begins with the wanted one of a small set, however it goes on."""
+        """True where an answer begins with the wanted one of a small set, however it goes on."""
         if not self.choices:
             return None
         longest = sorted(self.choices, key=len, reverse=True)
@@ -80,7 +80,7 @@ class Score:
         return _per_cent([read_json(each.text) is not None for each in self.written]) if self._json else None
 
     def right_each(self, ends: bool = True) -> list[bool]:
-        """Whether an answer is right: the wanted one; or, of a model that ends none of its answers, begun right."""
+        """True where an answer is the wanted one; of a model that ends none, where it begins right."""
         return self.exact_each if ends or self.begins_each is None else self.begins_each
 
     def right(self, ends: bool = True) -> float:
@@ -107,7 +107,7 @@ def answers_of(
     batch: int = 16,
     progress: Callable[[int, int], None] | None = None,
 ) -> Score:
-    """What a model writes to the prompts of samples, greedily.
+    """Let a model answer the prompts of samples, greedily.
 
     Args:
         model: A language model.

@@ -334,7 +334,7 @@ def _language(
 
 
 def _ends(samples: Sequence[Sequence[Segment]], source: Loaded, tuned: Tuned | None) -> bool:
-    """Whether the tuned source ends its answers; where it cannot be asked, it does, as fine-tunes usually do."""
+    """True where the tuned source ends its answers, as fine-tunes usually do: also where it is not there to try."""
     if tuned is None:
         return True
     with teacher_model(source, tuned) as teacher:

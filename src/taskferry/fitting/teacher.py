@@ -59,7 +59,7 @@ def check_whole(tuned: Tuned, otherwise: str, *, heads: bool = True) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """What a model writes behind a prompt."""
+    """Text that a model writes behind a prompt."""
 
     text: str
     stopped: bool  # by an end of its own, before the bound on the length
@@ -78,7 +78,7 @@ def written(
     ends: Collection[int] = (),
     batch: int = 16,
 ) -> list[Written]:
-    """What a language model writes behind each prompt: greedily, or drawn from its own distribution.
+    """Let a language model write behind each prompt: greedily, or drawn from its own distribution.
 
     Of a long prompt the last `keep` tokens are read; an empty one is the beginning of a text. `special` adds the
     tokenizer's own marks; `ends` are tokens that end an answer beside those that the model knows. What is drawn at a
@@ -116,7 +116,7 @@ def _read(tokenizer: Any, before: list[int], new: list[int], stops: Collection[i
 
 
 def is_blank(answer: str) -> bool:
-    """Whether an answer says nothing: a broken character does not either, and some tokenizers drop it."""
+    """True where an answer says nothing: a broken character does not either, and some tokenizers drop it."""
     return not answer.replace("\ufffd", "").strip()
 
 

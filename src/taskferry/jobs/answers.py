@@ -1,4 +1,4 @@
-"""What the target answers before and after a transfer, beside the tuned source, on held-out samples.
+"""Answers of the target before and after a transfer, beside the tuned source, on held-out samples.
 
 >>> answers = held_out_answers(opened, parts, [moved], refined=[])
 >>> answers.gain, answers.examples(5)
@@ -36,7 +36,7 @@ class HeldOutAnswers:
 
     @property
     def after(self) -> Score:
-        """Of what is written."""
+        """The score of the output."""
         return self.moved if self.refined is None else self.refined
 
     @property

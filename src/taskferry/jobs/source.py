@@ -94,7 +94,7 @@ def _same_name(one: str, other: str) -> bool:
 
 
 def _names(given: str) -> set[str]:
-    """What a model may be called: the last part of its path, or of its name on a hub."""
+    """Names of a model: the last part of its path, or of its name on a hub."""
     path = Path(hub_id(given) or given)
     names = {path.name, path.resolve().name} - {""}
     if path.parent.name == "snapshots":  # of the hub's cache: models--org--name/snapshots/commit
@@ -113,11 +113,11 @@ class SourceLosses:
 
     @property
     def acts(self) -> bool:
-        """Whether the fine-tune beats its base; a loss that is no number beats nothing."""
+        """True where the fine-tune beats its base; a loss that is no number beats nothing."""
         return self.tuned <= (1.0 - LEAST) * self.base
 
     def sentence(self, settings: TransferSettings) -> str:
-        """What was measured, and what to check."""
+        """Say both losses, and what to check."""
         return (
             f"{settings.source_tuned} does nothing on the samples: on {self.samples} of them the loss of "
             f"{settings.source_base} is {self.base:.4g} {self.unit} without it and {self.tuned:.4g} with it, where it "

@@ -181,7 +181,7 @@ def _answers(
     refined: Refined | None,
     timing: Timing,
 ) -> HeldOutAnswers | None:
-    """What the target answers on samples that made neither the change nor what was learned after it.
+    """Generate answers on samples that made neither the change nor what was learned after it.
 
     `changes` were made without each fold of the samples; what a refinement of `start` has learned is added to each.
     """
@@ -204,7 +204,7 @@ def _source(settings: TransferSettings, models: Opened, reporter: Reporter) -> S
 
 
 def _doubts(settings: TransferSettings, models: Opened, source: SourceLosses | None) -> tuple[str, ...]:
-    """What speaks against the source base."""
+    """Reasons to doubt the source base."""
     if source is None or source.acts:
         return models.doubts
     return (*models.doubts, source.sentence(settings))

@@ -103,7 +103,7 @@ def verdict(
 
 
 def state_of(judged: Judged, answers: HeldOutAnswers | None, refined: Refined | None = None) -> str:
-    """Whether what is written helps: by right answers on held-out samples, or by the loss where there are none."""
+    """Judge the output by right answers on held-out samples, or by the loss where there are none."""
     curve, trained = judged.curve, refined is not None and refined.kept > 0
     lower = curve.loss(curve.best) < curve.loss(0.0) if refined is None or not trained else refined.better
     if answers is None:
