@@ -61,7 +61,7 @@ def test_adapters_for_a_server(demo: Path) -> None:
     for name in ("scripture", "again"):
         taskferry("apply", "a.alignment", "my-lora", "--target-base", "base-b", "--out", f"served/{name}", cwd=demo)
     words = shlex.split(script("serve.py", "served", cwd=demo).stdout)
-    assert words[:3] == ["vllm", "serve", "base-b"]
+    assert words[:3] == ["vllm", "serve", str(demo / "base-b")]
     assert words[words.index("--max-lora-rank") + 1] == "8"
     modules = dict(word.split("=") for word in words[words.index("--lora-modules") + 1 :])
     assert set(modules) == {"scripture", "again"}
