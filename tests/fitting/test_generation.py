@@ -17,7 +17,7 @@ from taskferry.checkpoints import Loaded, Tuned, load_model, load_tuned
 from taskferry.errors import TaskferryError
 from taskferry.fitting import generation
 from taskferry.fitting.generation import BATCH, Drawn, draw
-from taskferry.fitting.teacher import teacher_model, written
+from taskferry.fitting.teacher import Written, teacher_model, written
 from taskferry.jobs.settings import FitSettings
 from tests.helpers import folders
 from tests.helpers.texts import TEXTS
@@ -227,7 +227,9 @@ def test_texts_that_say_nothing_are_drawn_again(models: Models, monkeypatch: pyt
 
     def says(*texts: str) -> None:
         monkeypatch.setattr(
-            generation, "written", lambda _m, _t, prompts, **_: (list(texts) * len(prompts))[: len(prompts)]
+            generation,
+            "written",
+            lambda _m, _t, prompts, **_: [Written(text, True) for text in (list(texts) * len(prompts))[: len(prompts)]],
         )
 
     says("", "one two three", "  ", "four five six")

@@ -33,7 +33,7 @@ from taskferry.fitting.heads import has_text_tower, objectives_of, taught
 from taskferry.fitting.language import is_language_model, is_sequence_to_sequence, longest_text
 from taskferry.fitting.models import place_of, wide
 from taskferry.fitting.objectives import LanguageModel, Objective
-from taskferry.fitting.teacher import is_blank, teacher_model, written
+from taskferry.fitting.teacher import can_answer, is_blank, teacher_model, written
 from taskferry.settings import CalibrationSettings
 from taskferry.sites import family_of
 
@@ -335,7 +335,7 @@ def _language(
 
 def _ends(samples: Sequence[Sequence[Segment]], source: Loaded, tuned: Tuned | None) -> bool:
     """True where the tuned source ends its answers, as fine-tunes usually do: also where it is not there to try."""
-    if tuned is None:
+    if not can_answer(tuned):
         return True
     with teacher_model(source, tuned) as teacher:
         score = answers_of(teacher.model, source.tokenizer(), samples[:: -(-len(samples) // LOOKED)])

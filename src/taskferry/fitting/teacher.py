@@ -46,6 +46,13 @@ def teacher_model(source: Loaded, tuned: Tuned | None) -> Iterator[Loaded]:
             yield source
 
 
+def can_answer(tuned: Tuned | None) -> bool:
+    """True where the tuned source can be had as a model: saved whole, or its base with its change and no more."""
+    if tuned is None:
+        return False
+    return not tuned.beside or (tuned.adapter is None and Path(resolve(tuned.given)).is_dir())
+
+
 def check_whole(tuned: Tuned, otherwise: str, *, heads: bool = True) -> None:
     """Refuses a tuned source that is more than base + τ; without `heads` those may differ: nothing is asked of them."""
     for name, reason in tuned.beside.items():

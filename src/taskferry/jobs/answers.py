@@ -13,7 +13,7 @@ from typing import Any
 from taskferry.checkpoints import Loaded
 from taskferry.fitting.answers import Score, answers_of, choices_of, gain
 from taskferry.fitting.scale import moved_by
-from taskferry.fitting.teacher import teacher_model
+from taskferry.fitting.teacher import can_answer, teacher_model
 from taskferry.jobs.opening import Opened
 from taskferry.taskvector import TaskVector
 
@@ -27,7 +27,7 @@ class HeldOutAnswers:
     """Answers to the same prompts: of the tuned source, of the target untouched, moved, and refined."""
 
     prompts: tuple[str, ...]
-    source: Score
+    source: Score | None  # None where it is more than its base with a change, and not saved whole
     before: Score
     moved: Score
     refined: Score | None
@@ -48,18 +48,17 @@ class HeldOutAnswers:
     def sentence(self) -> str:
         """For people."""
         points, low, high = self.gain
-        before, moved, source = (each.right(self.ends) for each in (self.before, self.moved, self.source))
+        before, moved = self.before.right(self.ends), self.moved.right(self.ends)
         then = f"{moved:.0f} % after"
         if self.refined is not None:
             then = f"{moved:.0f} % moved, {self.refined.right(self.ends):.0f} % refined"
         change = f"{points:+.0f} points, 95 % interval {low:+.0f} to {high:+.0f}".replace("-", "−")
         on = f"{len(self.prompts)} {'held-out' if self.held_out else 'calibration'} samples"
-        sentence = (
-            f"Right answers on {on}: {before:.0f} % before, {then} ({change}); the tuned source has {source:.0f} %."
-        )
-        if self.ends and self.after.stopped < self.source.stopped:
-            own = f"{self.source.stopped:.0f} % of the source's"
-            sentence += f" {self.after.stopped:.0f} % of the answers end by themselves, {own}."
+        own = "" if self.source is None else f"; the tuned source has {self.source.right(self.ends):.0f} %"
+        sentence = f"Right answers on {on}: {before:.0f} % before, {then} ({change}){own}."
+        if self.ends and self.after.stopped < (100.0 if self.source is None else self.source.stopped):
+            own = "" if self.source is None else f", {self.source.stopped:.0f} % of the source's"
+            sentence += f" {self.after.stopped:.0f} % of the answers end by themselves{own}."
         return sentence
 
     def examples(self, count: int) -> list[dict[str, str]]:
@@ -68,7 +67,7 @@ class HeldOutAnswers:
         return [
             {
                 "prompt": _cut(self.prompts[i]),
-                "source": _cut(self.source.written[i].text),
+                "source": "" if self.source is None else _cut(self.source.written[i].text),
                 "before": _cut(self.before.written[i].text),
                 "after": _cut(self.after.written[i].text),
             }
@@ -127,8 +126,10 @@ def held_out_answers(
         return _joined(found)
 
     everything = [i for part in parts for i in part]
-    with teacher_model(source, opened.tuned) as teacher:
-        of_source = answers(teacher, everything)
+    of_source = None
+    if can_answer(opened.tuned):
+        with teacher_model(source, opened.tuned) as teacher:
+            of_source = answers(teacher, everything)
     return HeldOutAnswers(
         tuple("\n".join(segment.text for segment in sample[:-1]) for sample in samples),
         of_source,

@@ -94,10 +94,9 @@ def _tiles(record: Record) -> list[tuple[str, Cell, str]]:
         unit = verdict.get("loss_unit", "per sample")
         tiles.append((f"Calibration loss {unit}", number(verdict["loss_after"]), f"{before.shown} before"))
     if answers := verdict.get("answers"):
-        before, after, own = (
-            answers[name]["right"] for name in ("before", "refined" if "refined" in answers else "moved", "source")
-        )
-        tiles.append(("Right answers", Number(after, f"{after:.0f} %"), f"{before:.0f} % before, source {own:.0f} %"))
+        before, after = (answers[name]["right"] for name in ("before", "refined" if "refined" in answers else "moved"))
+        own = f", source {answers['source']['right']:.0f} %" if "source" in answers else ""
+        tiles.append(("Right answers", Number(after, f"{after:.0f} %"), f"{before:.0f} % before{own}"))
     if expected := verdict.get("expected_share"):
         ends = " to ".join(f"{100 * expected[end]:.0f}" for end in ("low", "high"))
         tiles.append(("Expected share of the gain", Number(expected["share"], f"{100 * expected['share']:.0f} %"),
