@@ -47,7 +47,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folders.lora(root / "a", root / "lora", ["q_proj", "v_proj", "down_proj"], seed=1, task_type="CAUSAL_LM")
     # By chance one whose move lowers the loss: along others no maps are saved.
     folders.lora(root / "a", root / "helps", ["q_proj", "v_proj"], seed=4, task_type="CAUSAL_LM")
-    folders.prompts(root / "prompts.jsonl")
+    folders.passages(root / "passages.jsonl")
     folders.encoder(root / "one", 16, 2, 3)
     folders.encoder(root / "other", 24, 3, 4)
     folders.shifted(root / "one", root / "tuned")
@@ -57,7 +57,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def language(world: Path, **more: Any) -> dict[str, Any]:
     given = {"source_base": world / "a", "target_base": world / "b", "source_tuned": world / "lora"}
-    return {**{name: str(path) for name, path in given.items()}, "calibration": str(world / "prompts.jsonl"), **more}
+    return {**{name: str(path) for name, path in given.items()}, "calibration": str(world / "passages.jsonl"), **more}
 
 
 def texts(world: Path, **more: Any) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def test_a_plan(world: Path) -> None:
 def test_evaluate_and_analyze(world: Path) -> None:
     found = []
     for device in ("cpu", "pretend:1"):
-        test = EvaluateSettings(model=str(world / "b"), test=str(world / "prompts.jsonl"), device=device)
+        test = EvaluateSettings(model=str(world / "b"), test=str(world / "passages.jsonl"), device=device)
         texts_test = EvaluateSettings(
             model=str(world / "one"), add=str(world / "tuned"), test=str(world / "texts.jsonl"),
             shots=str(world / "texts.jsonl"), objective="probe", device=device,

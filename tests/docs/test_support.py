@@ -139,7 +139,8 @@ def test_a_lora_on_every_linear_layer_of_a_class(kind: Class, tmp_path: Path) ->
         if kind.group == "vision":
             folders.sees(tmp_path / name)
     lora = folders.lora(tmp_path / "a", tmp_path / "lora", kind.modules, seed=3)
-    make = {"encoders": folders.texts, "vision": folders.pictures}.get(kind.group, folders.prompts)
+    kinds = {"encoders": folders.texts, "vision": folders.pictures, "encoder-decoders": folders.prompts}
+    make = kinds.get(kind.group, folders.passages)
     name = "images" if kind.group == "vision" else "data.jsonl"
     held(kind.group, kind.name, cells(tmp_path, lora, make(tmp_path / name)))
 
@@ -199,7 +200,7 @@ def llamas(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("llamas")
     folders.causal(root / "a", "LlamaForCausalLM", 16, 2, 1)
     folders.causal(root / "b", "LlamaForCausalLM", 24, 3, 2)
-    folders.prompts(root / "data.jsonl")
+    folders.passages(root / "data.jsonl")
     return root
 
 

@@ -199,7 +199,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folders.causal(root / "large", "Qwen3ForCausalLM", 24, 5, 2, **half)
     folders.shifted(root / "small", root / "full")
     folders.lora(root / "small", root / "lora", ["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
-    folders.prompts(root / "prompts.jsonl")
+    folders.passages(root / "texts.jsonl")
     return root
 
 
@@ -217,7 +217,7 @@ def both(world: Path, tuned: str, tmp_path: Path) -> dict[str, dict[str, object]
         ]
         arguments += [
             "--calibration",
-            world / "prompts.jsonl",
+            world / "texts.jsonl",
             "--samples",
             12,
             "--method",
@@ -263,7 +263,7 @@ def test_a_lora_moves_block_by_block(world: Path, tmp_path: Path) -> None:
 
 def test_what_block_by_block_does_not_do_is_said_at_once(world: Path, tmp_path: Path) -> None:
     arguments = ["--source-base", world / "small", "--source-tuned", world / "full", "--target-base", world / "large"]
-    arguments += ["--calibration", world / "prompts.jsonl", "--engine", "blockwise", "--out", tmp_path / "out"]
+    arguments += ["--calibration", world / "texts.jsonl", "--engine", "blockwise", "--out", tmp_path / "out"]
     told = taskferry("transfer", *arguments, "--labels", "teacher", "--sampler", "centroid-near", code=2).err
     assert "cannot label" in told
     assert "another --sampler" in told

@@ -77,7 +77,7 @@ def words_only(folder: Path) -> None:
     inner.pre_tokenizer = cut
     for file in folder.glob("*token*"):
         file.unlink()
-    special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "</s>"}
+    special = {"unk_token": "<unk>", "pad_token": "<pad>"}  # no end of a text: a random source ends no answer
     PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
 
 

@@ -91,6 +91,11 @@ def prompts(path: Path, completions: bool = True) -> Path:
     return _lines(path, rows)
 
 
+def passages(path: Path) -> Path:
+    """Plain texts of a language model: no answer, whose end a random model never writes."""
+    return _lines(path, [{"text": f"{a} {b}"} for a, b in zip(TEXTS, SECOND, strict=True)])
+
+
 def chats(path: Path) -> Path:
     rows = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
             for a, b in zip(TEXTS, SECOND, strict=True)]  # fmt: skip

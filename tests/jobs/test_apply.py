@@ -48,9 +48,9 @@ def test_a_lora_moves_to_fewer_blocks(made: Any, trained: dict[str, Any], tmp_pa
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)
     adapter.save_pretrained(tmp_path / "lora")
-    folders.prompts(tmp_path / "prompts.jsonl")
+    folders.passages(tmp_path / "texts.jsonl")
     pair = ["--source-base", tmp_path / "a", "--target-base", tmp_path / "b", "--calibration",
-            tmp_path / "prompts.jsonl", "--samples", 6, "--method", "bico"]  # fmt: skip
+            tmp_path / "texts.jsonl", "--samples", 6, "--method", "bico"]  # fmt: skip
     taskferry("fit", *pair, "--out", tmp_path / "maps")
     taskferry("apply", tmp_path / "maps", tmp_path / "lora", "--out", tmp_path / "applied")
     taskferry("transfer", *pair, "--source-tuned", tmp_path / "lora", "--scale", 1, "--force", "--out",
@@ -91,9 +91,9 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
     for name, width, depth in (("a", 16, 2), ("b", 24, 2), ("c", 32, 2), ("d", 24, 1)):
         folders.causal(tmp_path / name, "LlamaForCausalLM", width, depth, width)
     folders.lora(tmp_path / "a", tmp_path / "lora", ["q_proj"], task_type="CAUSAL_LM")
-    folders.prompts(tmp_path / "prompts.jsonl")
+    folders.passages(tmp_path / "texts.jsonl")
     taskferry("fit", "--source-base", tmp_path / "a", "--target-base", tmp_path / "b", "--calibration",
-              tmp_path / "prompts.jsonl", "--samples", 6, "--method", "bico", "--out", tmp_path / "maps")  # fmt: skip
+              tmp_path / "texts.jsonl", "--samples", 6, "--method", "bico", "--out", tmp_path / "maps")  # fmt: skip
     given = ["apply", tmp_path / "maps", tmp_path / "lora"]
     for wrong, says in (("c", "is there of shape (32, 32)"), ("d", "model.layers.1.self_attn.q_proj.weight")):
         ran = taskferry(*given, "--target-base", tmp_path / wrong, "--out", tmp_path / "out", code=2)

@@ -110,30 +110,30 @@ def held_out_answers(
     choices = choices_of([sample[-1].text for sample in questions.samples])
     total, done = len(samples) * (3 + bool(refined)), 0
 
-    def answers(loaded: Loaded, numbers: Sequence[int]) -> Score:
+    def answers(loaded: Loaded, numbers: Sequence[int], tokenizer: Any) -> Score:
         nonlocal done
         asked, start = [questions.samples[i] for i in numbers], done
         done += len(asked)
         tell = None if progress is None else lambda now, _: progress(STAGE, start + now, total)
-        return answers_of(loaded.model, loaded.tokenizer(), asked, choices=choices, progress=tell)
+        return answers_of(loaded.model, tokenizer, asked, choices=choices, progress=tell)
 
     def changed(changes: Sequence[TaskVector]) -> Score:
         found = []
         for change, part in zip(changes, parts, strict=True):
             with moved_by(target.model, change) as set_scale:
                 set_scale(1.0)
-                found.append(answers(target, part))
+                found.append(answers(target, part, target.tokenizer()))
         return _joined(found)
 
     everything = [i for part in parts for i in part]
     of_source = None
     if can_answer(opened.tuned):
         with teacher_model(source, opened.tuned) as teacher:
-            of_source = answers(teacher, everything)
+            of_source = answers(teacher, everything, source.tokenizer())  # a tuned folder may have none
     return HeldOutAnswers(
         tuple("\n".join(segment.text for segment in sample[:-1]) for sample in samples),
         of_source,
-        answers(target, everything),
+        answers(target, everything, target.tokenizer()),
         changed(moved),
         changed(refined) if refined else None,
         questions.ends,
