@@ -303,7 +303,7 @@ def test_push_sends_the_folder_and_nothing_of_it_changes(moved: Path, stand_in: 
     (moved.parent / "got.md").write_bytes(handler.received["README.md"])
     data = ModelCard.load(moved.parent / "got.md").data
     assert (data.base_model, data.to_dict()["base_model_relation"]) == ("org/b", "adapter")
-    assert [r.metric_type for r in data.eval_results] == ["loss"]
+    assert [r.metric_type for r in data.eval_results] == ["exact_match"]  # its samples are prompts with answers
     assert {file.name: file.read_bytes() for file in moved.iterdir()} == before
 
     refused = taskferry(
