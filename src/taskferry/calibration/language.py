@@ -164,7 +164,9 @@ def prompt_of(tokenizer: Any, segments: Sequence[Segment]) -> str:
 
 def end_mark(tokenizer: Any, behind: str) -> str | None:
     """The end of an answer: the special token that a chat template writes behind it, or the end-of-text token."""
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    if not behind.strip():  # thousands of added tokens need not be looked through for each prompt
+        own: str | None = tokenizer.eos_token
+        return own
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     found = [token for token in special if token and behind.lstrip().startswith(token)]
     mark: str | None = max(found, key=len, default=tokenizer.eos_token)

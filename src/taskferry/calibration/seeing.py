@@ -32,9 +32,8 @@ def seeing_calibration(
     max_length: int = 256,
     micro_batch: int = 8,
     alike: bool = False,
-    ends: bool = False,
 ) -> Calibration:
-    """Rows as `pictured` makes them, with their PIL images; `labels` are the tokens of the last answer (and its end).
+    """Rows as `pictured` makes them, with their PIL images; `labels` are the tokens of the last answer.
 
     `max_length` bounds the tokens of a sample's text; those of its picture are the model's own affair. `alike` splits
     a micro-batch where pictures have another number of tokens than the one before, as a capture needs it: some towers
@@ -46,7 +45,7 @@ def seeing_calibration(
         tokenizer = processor.tokenizer
         check_fast(tokenizer)
         fill_padding(tokenizer)
-        chats = [rendered_chat(processor, samples[i], ends=ends) for i in chosen]
+        chats = [rendered_chat(processor, samples[i]) for i in chosen]
         try:
             encoded = processor(
                 text=[text for text, _ in chats],

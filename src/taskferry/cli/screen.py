@@ -134,7 +134,7 @@ class Screen(Reporter):
 
 
 def _short(text: str) -> str:
-    """The end of a prompt, or the begin of an answer, in a line."""
+    """A text in one line, cut where it is long."""
     line = " ".join(plain(text).split())
     return line if len(line) <= SHORT else f"{line[: SHORT - 1]}…"
 

@@ -36,7 +36,7 @@ class Reporter:
         """What takes a while and has no steps: loading, measuring."""
 
     def warning(self, what: str) -> None:
-        """What nobody should overlook, before the work."""
+        """Say before the work what nobody should overlook."""
 
 
 @dataclass(frozen=True, repr=False)
