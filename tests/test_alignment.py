@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from taskferry import Alignment, Batch, Calibration, LowRank, TaskferryError, TaskVector, fit
-from taskferry.fitting.solve import NO_SIGNAL, UNREACHED
+from taskferry.collect.solve import NO_SIGNAL, UNREACHED
 from tests.helpers.architectures import PACKED
 from tests.helpers.tiny import TINY, tuned
 

@@ -40,17 +40,17 @@ from benchmarks.faults.mutation import Mutator, dump
 if __name__ == "__main__" and "--guided" in sys.argv:  # atheris counts the lines of what it sees imported
     import atheris
 
-    with atheris.instrument_imports(include=["taskferry.checkpoints", "taskferry.alignment", "taskferry.taskvector",
-                                             "taskferry.sites.consistency", "taskferry.disk.files"]):  # fmt: skip
+    with atheris.instrument_imports(include=["taskferry.models", "taskferry.alignment", "taskferry.taskvector",
+                                             "taskferry.layers.consistency", "taskferry.disk.files"]):  # fmt: skip
         import taskferry  # noqa: F401
 
 from taskferry import Alignment, TaskVector
-from taskferry.checkpoints import read_adapter
-from taskferry.checkpoints.folders import check_folder
-from taskferry.checkpoints.states import read_state
 from taskferry.disk.files import HEADER
 from taskferry.errors import TaskferryError
 from taskferry.jobs.settings import TransferSettings
+from taskferry.models import read_adapter
+from taskferry.models.folders import check_folder
+from taskferry.models.states import read_state
 from taskferry.settings import FleetSettings, load_settings
 from tests.helpers import hostile
 
@@ -143,7 +143,7 @@ def records(mutant: Mutator, folder: Path) -> Callable[[], object]:
 
 def data(mutant: Mutator, folder: Path) -> Callable[[], object]:
     """JSONL, CSV, Parquet and pictures."""
-    from taskferry.calibration.data import load_samples, picture
+    from taskferry.data.data import load_samples, picture
 
     rows = [{"text": f"row {i}", "text_pair": "x", "label": i % 2, "messages": [{"role": "user"}]} for i in range(4)]
     kind = mutant.random.choice(("jsonl", "json", "csv", "parquet", "picture", "picture", "picture"))
@@ -168,7 +168,7 @@ def data(mutant: Mutator, folder: Path) -> Callable[[], object]:
 
 def models(mutant: Mutator, folder: Path) -> Callable[[], object]:
     """A small Hugging Face folder: configuration or weights changed."""
-    from taskferry.checkpoints import load_model
+    from taskferry.models import load_model
 
     config, weights = _good("model config"), _good("model")
     part = mutant.random.random()

@@ -94,7 +94,7 @@ class World:
     def finetune(self, out: Path) -> None:
         from taskferry import finetune
         from taskferry.evaluation.pool import Pool
-        from taskferry.fitting.objectives import NewHead
+        from taskferry.objectives.objectives import NewHead
         from taskferry.training.finetuning import FineTuning
 
         loaded = load_model(str(self.root / "base-a"))

@@ -39,8 +39,8 @@ from taskferry import TaskVector
 from taskferry.alignment import AlignedPair, Alignment
 from taskferry.bench.recipe import Cell
 from taskferry.bench.running import Bench
-from taskferry.maths.procrustes import Map
-from taskferry.sites.site import Site
+from taskferry.layers.site import Site
+from taskferry.linalg.procrustes import Map
 
 PAIRS = (("narrow", "twin"), ("wide", "narrow"))
 TASKS = ("letters", "cifar10", "occluded", "case", "mnist", "fashion", "drawings")

@@ -30,11 +30,11 @@ import torch
 from benchmarks.shared import common
 from benchmarks.zoo import zoo_data
 from taskferry.bench.comparing import compare
-from taskferry.calibration.data import load_samples
-from taskferry.checkpoints import Loaded, load_model
+from taskferry.data.data import load_samples
 from taskferry.disk.staging import staged_folder
 from taskferry.evaluation import Pool, evaluate
-from taskferry.fitting.objectives import LanguageModel
+from taskferry.models import Loaded, load_model
+from taskferry.objectives.objectives import LanguageModel
 from taskferry.settings import CompareSettings
 from taskferry.training import FineTuning, finetune
 

@@ -24,13 +24,13 @@ from benchmarks.shared import common
 from benchmarks.zoo.zoo_trial import AllRows
 from taskferry import load_model, text_calibration
 from taskferry.analysis.moments import Moments
-from taskferry.fitting.capture import Side, collect
-from taskferry.fitting.objectives import ForwardOnly
-from taskferry.fitting.statistics import Capture
-from taskferry.maths.sums import CrossCovariance
-from taskferry.sites.discovery import find_sites
-from taskferry.sites.pairing import nearest_block, pair_sites
-from taskferry.sites.site import depths
+from taskferry.collect.capture import Side, collect
+from taskferry.collect.statistics import Capture
+from taskferry.layers.discovery import find_sites
+from taskferry.layers.pairing import nearest_block, pair_sites
+from taskferry.layers.site import depths
+from taskferry.linalg.sums import CrossCovariance
+from taskferry.objectives.objectives import ForwardOnly
 
 PAIRS = (("gte-small", "all-MiniLM-L6-v2"), ("all-MiniLM-L6-v2", "gte-small"))
 

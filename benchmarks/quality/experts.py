@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from benchmarks.shared import common
-from taskferry.calibration.data import load_samples
-from taskferry.checkpoints import load_model
+from taskferry.data.data import load_samples
 from taskferry.evaluation import Pool, evaluate
 from taskferry.example import FILES
-from taskferry.fitting.objectives import LanguageModel
+from taskferry.models import load_model
+from taskferry.objectives.objectives import LanguageModel
 from taskferry.training import FineTuning, finetune
 
 LENGTH = 48

@@ -36,7 +36,7 @@ from taskferry.analysis import Trajectory
 from taskferry.analysis.study import analyze
 from taskferry.bench.recipe import Recipe, load_recipe
 from taskferry.bench.running import Bench, Places, Reporter
-from taskferry.calibration.samplers import choose
+from taskferry.data.samplers import choose
 from taskferry.report.analysis import all_figures, outputs_figure
 from taskferry.report.command import write_report
 from taskferry.report.figures import alone

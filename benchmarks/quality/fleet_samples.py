@@ -27,15 +27,15 @@ from benchmarks.quality.general import align, captured, total
 from benchmarks.shared import common
 from benchmarks.zoo import example_models, zoo_data
 from taskferry import TaskVector, load_model, load_samples, load_tuned
-from taskferry.calibration.data import Samples
-from taskferry.calibration.samplers import choose
-from taskferry.checkpoints import Loaded, Tuned
+from taskferry.collect.statistics import Statistics
+from taskferry.data.data import Samples
+from taskferry.data.samplers import choose
 from taskferry.evaluation import Pool
 from taskferry.example import FILES
-from taskferry.fitting.generation import draw
-from taskferry.fitting.preparation import prepare
-from taskferry.fitting.statistics import Statistics
 from taskferry.jobs.settings import PlanSettings
+from taskferry.models import Loaded, Tuned
+from taskferry.objectives.generation import draw
+from taskferry.objectives.preparation import prepare
 
 DOMAINS = ("scripture", "ag_news", "banking77", "emotion", "snli", "trec")
 FEW, MANY = 24, 100

@@ -40,13 +40,13 @@ from benchmarks.zoo import zoo_data, zoo_tasks
 from benchmarks.zoo.zoo_bench import open_short
 from taskferry import TaskVector, load_model
 from taskferry.bench.recipe import Cell, load_recipe
-from taskferry.calibration.batch import Batch
-from taskferry.checkpoints import Loaded
-from taskferry.fitting.objectives import Prototypes, calibration_features
-from taskferry.fitting.scale import losses_at, moved_by
+from taskferry.collect.scale import losses_at, moved_by
+from taskferry.data.batch import Batch
 from taskferry.jobs.forecast import A_CLASS, FILE, WENT
 from taskferry.jobs.forecast import facts as shipped_facts
 from taskferry.methods import Job, Moved, run
+from taskferry.models import Loaded
+from taskferry.objectives.objectives import Prototypes, calibration_features
 
 MODELS = ("paraphrase-MiniLM-L3-v2", head.SOURCE, head.TARGET)
 TEXTS = ("trec", "emotion", "sst2", "ag_news", "cola", "snli", "qqp")

@@ -39,8 +39,8 @@ from taskferry.bench.recipe import Cell, load_recipe
 from taskferry.bench.running import Bench
 from taskferry.evaluation import Pool
 from taskferry.example import FILES
-from taskferry.fitting.preparation import prepare
 from taskferry.methods import Job
+from taskferry.objectives.preparation import prepare
 from taskferry.report.figures import alone
 from taskferry.settings import CalibrationSettings
 

@@ -25,13 +25,13 @@ from benchmarks.zoo.zoo_bench import open_zoo, score
 from taskferry import Alignment, TaskVector
 from taskferry.bench.recipe import Cell
 from taskferry.bench.running import Bench
-from taskferry.calibration.batch import Calibration
-from taskferry.fitting.capture import Side, collect
-from taskferry.fitting.objectives import Objective
-from taskferry.fitting.solve import GroupSums, MapOptions, solve_group
-from taskferry.fitting.statistics import Statistics
-from taskferry.sites.discovery import find_sites
-from taskferry.sites.pairing import pair_sites
+from taskferry.collect.capture import Side, collect
+from taskferry.collect.solve import GroupSums, MapOptions, solve_group
+from taskferry.collect.statistics import Statistics
+from taskferry.data.batch import Calibration
+from taskferry.layers.discovery import find_sites
+from taskferry.layers.pairing import pair_sites
+from taskferry.objectives.objectives import Objective
 
 PAIRS = (("narrow", "wide"), ("twin", "deep"))
 KINDS = ("own, 100", "others, 100 in all", "others, 100 of each")

@@ -34,15 +34,15 @@ from benchmarks.zoo import zoo_data
 from benchmarks.zoo.example_models import moved_loss
 from taskferry import TaskVector, load_model, load_samples, load_tuned
 from taskferry.bench.rows import Mover
-from taskferry.calibration.batch import Batch
-from taskferry.calibration.data import Samples
-from taskferry.checkpoints import Loaded, Tuned
+from taskferry.data.batch import Batch
+from taskferry.data.data import Samples
 from taskferry.evaluation import Pool
 from taskferry.example import FILES
-from taskferry.fitting.generation import draw
-from taskferry.fitting.preparation import prepare
 from taskferry.jobs.settings import PlanSettings
 from taskferry.methods import Job
+from taskferry.models import Loaded, Tuned
+from taskferry.objectives.generation import draw
+from taskferry.objectives.preparation import prepare
 
 COUNTS = (25, 50, 100, 400)
 REAL, FREE = "real passages", "free text"

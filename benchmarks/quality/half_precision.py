@@ -27,13 +27,13 @@ from benchmarks.quality.language_tasks import BATCH, LENGTH, TASKS
 from benchmarks.shared import common
 from benchmarks.zoo import zoo_data
 from taskferry import Alignment, Pool, TaskVector, load_model, load_tuned
-from taskferry.checkpoints import Loaded
+from taskferry.collect.scale import moved_by
 from taskferry.evaluation import evaluate
-from taskferry.fitting.objectives import LanguageModel, Prototypes
-from taskferry.fitting.preparation import prepare
-from taskferry.fitting.scale import moved_by
-from taskferry.maths.procrustes import Map
+from taskferry.linalg.procrustes import Map
 from taskferry.methods import Job, run
+from taskferry.models import Loaded
+from taskferry.objectives.objectives import LanguageModel, Prototypes
+from taskferry.objectives.preparation import prepare
 from taskferry.settings import CalibrationSettings
 
 PRECISIONS = ("float32", "bfloat16", "float16")

@@ -26,15 +26,15 @@ from torch import Tensor, nn
 
 from benchmarks.shared import common
 from taskferry import FineTuning, NewHead, Pool, TaskVector, finetune, load_model, load_samples
-from taskferry.calibration.batch import Batch, Calibration
-from taskferry.calibration.data import Samples
-from taskferry.calibration.samplers import choose
-from taskferry.checkpoints import Loaded
-from taskferry.fitting.objectives import Prototypes, calibration_features, fit_probe
-from taskferry.fitting.preparation import encoder_calibration
-from taskferry.fitting.scale import moved_by
-from taskferry.fitting.task_head import carried
+from taskferry.collect.scale import moved_by
+from taskferry.data.batch import Batch, Calibration
+from taskferry.data.data import Samples
+from taskferry.data.samplers import choose
 from taskferry.methods import Job, run
+from taskferry.models import Loaded
+from taskferry.objectives.objectives import Prototypes, calibration_features, fit_probe
+from taskferry.objectives.preparation import encoder_calibration
+from taskferry.objectives.task_head import carried
 
 SOURCE, TARGET = "all-MiniLM-L6-v2", "gte-small"
 TASKS = ("trec", "ag_news")

@@ -22,12 +22,12 @@ from benchmarks.zoo import zoo_data
 from taskferry import TaskVector
 from taskferry.bench.recipe import load_recipe
 from taskferry.bench.running import Bench, Places, Reporter
-from taskferry.calibration.samplers import choose
+from taskferry.collect.scale import moved_by
+from taskferry.data.samplers import choose
 from taskferry.evaluation import Pool, evaluate
-from taskferry.fitting.objectives import Classifier, CrossProbe, LinearProbe, Prototypes
-from taskferry.fitting.preparation import encoder_calibration
-from taskferry.fitting.scale import moved_by
 from taskferry.methods import Job, run
+from taskferry.objectives.objectives import Classifier, CrossProbe, LinearProbe, Prototypes
+from taskferry.objectives.preparation import encoder_calibration
 from taskferry.training.finetuning import split
 
 OBJECTIVES: dict[str, Classifier] = {

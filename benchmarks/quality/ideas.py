@@ -29,12 +29,12 @@ from benchmarks.zoo.zoo_bench import open_zoo
 from benchmarks.zoo.zoo_trial import Rows, Trial, isometry
 from taskferry import TaskVector
 from taskferry.analysis.moments import Moments
-from taskferry.fitting.models import frozen
-from taskferry.maths.procrustes import Map, procrustes
+from taskferry.collect.device import frozen
+from taskferry.layers.discovery import find_sites
+from taskferry.layers.pairing import DepthRule, nearest_block
+from taskferry.layers.site import Site, depths
+from taskferry.linalg.procrustes import Map, procrustes
 from taskferry.methods import Job, run
-from taskferry.sites.discovery import find_sites
-from taskferry.sites.pairing import DepthRule, nearest_block
-from taskferry.sites.site import Site, depths
 from taskferry.taskvector import as_dense
 
 TASKS = ("mnist", "fashion", "drawings")  # the others are for reporting: beyond.py

@@ -34,20 +34,20 @@ from benchmarks.shared import common
 from benchmarks.shared.language import share
 from benchmarks.zoo import zoo_data
 from taskferry import TaskVector, load_model, load_tuned
-from taskferry.calibration.batch import IGNORED, Batch, Calibration
-from taskferry.calibration.data import Samples
-from taskferry.checkpoints import Loaded, Tuned
-from taskferry.fitting.capture import Loss
-from taskferry.fitting.language import predicted
-from taskferry.fitting.objectives import LanguageModel
-from taskferry.fitting.preparation import Prepared, prepare
-from taskferry.fitting.solve import MapOptions
-from taskferry.fitting.statistics import BASE, Capture, Point
-from taskferry.maths.decompositions import of_rows
-from taskferry.maths.whitening import Whitened
+from taskferry.collect.capture import Loss
+from taskferry.collect.solve import MapOptions
+from taskferry.collect.statistics import BASE, Capture, Point
+from taskferry.data.batch import IGNORED, Batch, Calibration
+from taskferry.data.data import Samples
+from taskferry.layers.site import depths
+from taskferry.linalg.decompositions import of_rows
+from taskferry.linalg.whitening import Whitened
 from taskferry.methods import Job, Moved, run
+from taskferry.models import Loaded, Tuned
+from taskferry.objectives.language import predicted
+from taskferry.objectives.objectives import LanguageModel
+from taskferry.objectives.preparation import Prepared, prepare
 from taskferry.settings import CalibrationSettings
-from taskferry.sites.site import depths
 from taskferry.taskvector import LowRank
 
 ASKED = ("emotion", "snli")

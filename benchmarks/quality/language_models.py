@@ -40,15 +40,15 @@ from benchmarks.shared import common
 from benchmarks.shared.language import share
 from benchmarks.zoo import zoo_data
 from taskferry import TaskVector, load_model, load_tuned
-from taskferry.calibration.language import with_template
-from taskferry.checkpoints import Loaded, Tuned
+from taskferry.data.language import with_template
 from taskferry.disk.staging import staged_folder
 from taskferry.engines.pair import Work
-from taskferry.fitting.generation import draw
-from taskferry.fitting.preparation import Prepared, prepare
 from taskferry.jobs.settings import PlanSettings, TransferSettings
 from taskferry.jobs.transfer import transfer
 from taskferry.methods import Job
+from taskferry.models import Loaded, Tuned
+from taskferry.objectives.generation import draw
+from taskferry.objectives.preparation import Prepared, prepare
 from taskferry.settings import CalibrationSettings
 
 HOME = Path(os.environ.get("TASKFERRY_REAL", Path.home() / ".cache" / "taskferry-real"))

@@ -20,15 +20,15 @@ from benchmarks.quality import causal
 from benchmarks.shared import common
 from benchmarks.zoo import zoo_data
 from taskferry import TaskVector, load_samples
-from taskferry.calibration.batch import Batch
-from taskferry.calibration.data import Samples
-from taskferry.calibration.forms import Kind
-from taskferry.calibration.language import segments_of
-from taskferry.checkpoints import Loaded
+from taskferry.collect.scale import moved_by
+from taskferry.data.batch import Batch
+from taskferry.data.data import Samples
+from taskferry.data.forms import Kind
+from taskferry.data.language import segments_of
 from taskferry.evaluation import Pool, evaluate
-from taskferry.fitting.answers import answers_of
-from taskferry.fitting.objectives import LanguageModel
-from taskferry.fitting.scale import moved_by
+from taskferry.models import Loaded
+from taskferry.objectives.answers import answers_of
+from taskferry.objectives.objectives import LanguageModel
 
 LENGTH, BATCH = 96, 20
 

@@ -31,9 +31,9 @@ from taskferry import Alignment, TaskVector, fit
 from taskferry.alignment import AlignedPair
 from taskferry.bench.recipe import Cell
 from taskferry.bench.running import Bench
-from taskferry.fitting.objectives import Prototypes
-from taskferry.fitting.scale import choose_scale, losses_at
-from taskferry.maths.procrustes import Map
+from taskferry.collect.scale import choose_scale, losses_at
+from taskferry.linalg.procrustes import Map
+from taskferry.objectives.objectives import Prototypes
 from taskferry.taskvector import as_dense
 
 SCALES = (0.25, 0.5, 0.75, 1.5, 2.0, 3.0)

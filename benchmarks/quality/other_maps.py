@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.zoo.zoo_trial import Solve, isometry
-from taskferry.maths.whitening import Whitened
+from taskferry.linalg.whitening import Whitened
 
 
 def centred(X_A: Tensor, X_B: Tensor) -> Tensor:

@@ -31,8 +31,8 @@ from benchmarks.zoo.zoo_bench import open_zoo, score
 from taskferry import Alignment, Calibration, TaskVector, fit
 from taskferry.bench.recipe import Cell
 from taskferry.bench.running import Bench
-from taskferry.fitting.preparation import Prepared
-from taskferry.maths.sums import CrossCovariance
+from taskferry.linalg.sums import CrossCovariance
+from taskferry.objectives.preparation import Prepared
 from taskferry.taskvector import as_dense
 
 PAIRS = (("narrow", "wide"), ("twin", "deep"))

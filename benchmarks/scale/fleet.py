@@ -26,12 +26,12 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.shared import common
 from taskferry import Alignment, load_model, load_samples, load_tuned, text_calibration
-from taskferry.checkpoints import Skeleton, read_adapter
 from taskferry.engines.whole import WholePair
-from taskferry.fitting.objectives import Prototypes
 from taskferry.fleet.run import FleetReporter, run_fleet
 from taskferry.jobs.settings import DEFAULT_METHOD
 from taskferry.methods import Job, run
+from taskferry.models import Skeleton, read_adapter
+from taskferry.objectives.objectives import Prototypes
 from taskferry.settings import FleetSettings, Move
 
 MODULES = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")

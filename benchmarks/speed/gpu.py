@@ -26,7 +26,7 @@ from torch import nn
 from benchmarks.shared import common
 from benchmarks.speed.growth import llama, tokens
 from taskferry import TaskVector, __version__, fit
-from taskferry.fitting.objectives import LanguageModel
+from taskferry.objectives.objectives import LanguageModel
 
 FULL = {"width": 1024, "depth": 4, "length": 128, "samples": 32}
 QUICK = {"width": 64, "depth": 1, "length": 16, "samples": 8}

@@ -28,10 +28,10 @@ from torch import nn
 from benchmarks.shared import common
 from benchmarks.speed import speed
 from taskferry import Batch, Calibration, TaskVector, fit
-from taskferry.fitting.objectives import LanguageModel
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.plan import plan_job
 from taskferry.methods import Job, find
+from taskferry.objectives.objectives import LanguageModel
 
 BASE = {"width": 512, "depth": 2, "length": 128, "samples": 32}
 SWEEPS: dict[str, list[int]] = {

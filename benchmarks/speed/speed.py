@@ -32,14 +32,14 @@ from torch import Tensor, nn
 
 from benchmarks.shared import common
 from taskferry import Alignment, Batch, Calibration, TaskVector, fit
-from taskferry.fitting.capture import Side, collect
-from taskferry.fitting.defaults import as_objective
-from taskferry.fitting.models import frozen
-from taskferry.fitting.objectives import LanguageModel
-from taskferry.fitting.statistics import Statistics
-from taskferry.maths.sums import CrossCovariance
-from taskferry.sites.discovery import find_sites
-from taskferry.sites.pairing import pair_sites
+from taskferry.collect.capture import Side, collect
+from taskferry.collect.device import frozen
+from taskferry.collect.statistics import Statistics
+from taskferry.layers.discovery import find_sites
+from taskferry.layers.pairing import pair_sites
+from taskferry.linalg.sums import CrossCovariance
+from taskferry.objectives.defaults import as_objective
+from taskferry.objectives.objectives import LanguageModel
 
 BOUNDS = {"capture": 1.15, "solve": 0.5, "apply": 1.1, "end to end": 1.2, "memory": 1.15}
 BOUND_TENTH = 0.1  # of a float64 SVD, where the rank is a tenth of the width

@@ -26,13 +26,13 @@ import transformers
 from benchmarks.quality import causal
 from benchmarks.shared import common
 from benchmarks.zoo import zoo_data
-from taskferry.calibration.batch import Batch
-from taskferry.calibration.data import load_samples
-from taskferry.checkpoints import Loaded, load_model
+from taskferry.collect.scale import moved_by
+from taskferry.data.batch import Batch
+from taskferry.data.data import load_samples
 from taskferry.disk.staging import staged_folder
 from taskferry.evaluation import Pool, evaluate
-from taskferry.fitting.objectives import LanguageModel
-from taskferry.fitting.scale import moved_by
+from taskferry.models import Loaded, load_model
+from taskferry.objectives.objectives import LanguageModel
 from taskferry.taskvector import TaskVector
 from taskferry.training import FineTuning, finetune
 

@@ -9,8 +9,8 @@ from benchmarks.zoo import zoo_data
 from taskferry import TaskVector
 from taskferry.bench.recipe import Recipe, load_recipe
 from taskferry.bench.running import Bench, Places, Reporter
+from taskferry.collect.scale import moved_by
 from taskferry.evaluation import evaluate
-from taskferry.fitting.scale import moved_by
 
 
 def open_zoo(quick: bool) -> Bench:

@@ -16,14 +16,14 @@ from taskferry import Alignment, TaskVector
 from taskferry.alignment import AlignedPair
 from taskferry.bench.recipe import Cell
 from taskferry.bench.running import Bench
-from taskferry.calibration.batch import Batch
-from taskferry.fitting.capture import Side, collect
-from taskferry.fitting.models import frozen
-from taskferry.fitting.scale import choose_scale, losses_at, moved_by
-from taskferry.fitting.statistics import Paired
-from taskferry.maths.procrustes import Map, procrustes
-from taskferry.sites.discovery import find_sites
-from taskferry.sites.pairing import DepthRule, Pair, nearest_block, pair_sites
+from taskferry.collect.capture import Side, collect
+from taskferry.collect.device import frozen
+from taskferry.collect.scale import choose_scale, losses_at, moved_by
+from taskferry.collect.statistics import Paired
+from taskferry.data.batch import Batch
+from taskferry.layers.discovery import find_sites
+from taskferry.layers.pairing import DepthRule, Pair, nearest_block, pair_sites
+from taskferry.linalg.procrustes import Map, procrustes
 
 Solve = Callable[[Tensor, Tensor], Tensor]
 

@@ -17,14 +17,14 @@ from taskferry.version import __version__
 
 if TYPE_CHECKING:
     from taskferry.alignment import Alignment
-    from taskferry.calibration import Batch, Calibration, image_calibration, text_calibration
-    from taskferry.calibration.data import load_samples
-    from taskferry.checkpoints import load_model, load_tuned
     from taskferry.coverage import Coverage
+    from taskferry.data import Batch, Calibration, image_calibration, text_calibration
+    from taskferry.data.data import load_samples
     from taskferry.engines.whole import fit
     from taskferry.errors import TaskferryError
     from taskferry.evaluation import Pool, evaluate
-    from taskferry.fitting.objectives import (
+    from taskferry.models import load_model, load_tuned
+    from taskferry.objectives.objectives import (
         Head,
         LanguageModel,
         LinearProbe,
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "alignment": ("Alignment",),
-    "calibration": ("Batch", "Calibration", "image_calibration", "text_calibration"),
-    "calibration.data": ("load_samples",),
-    "checkpoints": ("load_model", "load_tuned"),
+    "data": ("Batch", "Calibration", "image_calibration", "text_calibration"),
+    "data.data": ("load_samples",),
+    "models": ("load_model", "load_tuned"),
     "coverage": ("Coverage",),
     "engines.whole": ("fit",),
     "errors": ("TaskferryError",),
     "evaluation": ("Pool", "evaluate"),
-    "fitting.objectives": (
+    "objectives.objectives": (
         "Head",
         "LanguageModel",
         "LinearProbe",

@@ -23,11 +23,11 @@ from taskferry.coverage import Coverage, Row, Status
 from taskferry.disk.files import hash_tensor, is_kind, open_safetensors, write_safetensors
 from taskferry.display.tables import ROWS, panel
 from taskferry.errors import TaskferryError
-from taskferry.maths.precision import full_precision
-from taskferry.maths.procrustes import Map, bilinear
-from taskferry.maths.sums import Quality
-from taskferry.sites.consistency import check_alignment
-from taskferry.sites.site import Site
+from taskferry.layers.consistency import check_alignment
+from taskferry.layers.site import Site
+from taskferry.linalg.precision import full_precision
+from taskferry.linalg.procrustes import Map, bilinear
+from taskferry.linalg.sums import Quality
 from taskferry.taskvector import Delta, LowRank, TaskVector, match_names, scale_delta, to_device
 
 FORMAT = "taskferry alignment 1"

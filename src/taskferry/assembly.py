@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from taskferry.sites.site import Site
+from taskferry.layers.site import Site
 from taskferry.taskvector import Delta, LowRank, as_dense
 
 

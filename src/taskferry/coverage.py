@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from taskferry.display.tables import ROWS, panel
-from taskferry.sites.site import is_patch_embedding
+from taskferry.layers.site import is_patch_embedding
 
 Status = Literal["moved", "partly", "kept"]
 

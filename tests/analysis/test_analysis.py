@@ -15,9 +15,9 @@ from taskferry.analysis import Moments, Trajectory, agreement, isometries, outpu
 from taskferry.analysis.cost import Matrix
 from taskferry.analysis.outputs import AS_IT_IS
 from taskferry.analysis.similarity import by_block
-from taskferry.fitting.objectives import NewHead, Prototypes
 from taskferry.jobs.spectrum import leading_values, singular_values
-from taskferry.maths.procrustes import Map
+from taskferry.linalg.procrustes import Map
+from taskferry.objectives.objectives import NewHead, Prototypes
 from taskferry.taskvector import LowRank
 from tests.helpers.tiny import TINY, tuned
 

@@ -18,9 +18,9 @@ from taskferry.bench.running import BASE_ROWS, ORACLE, TARGET, TUNED, Reporter, 
 from taskferry.bench.smoke import smoke_failures
 from taskferry.bench.standin import stand_in
 from taskferry.bench.tables import collect, from_json, lines, markdown, refusals, to_json
-from taskferry.fitting.objectives import Classifier, teacher_labels
-from taskferry.fitting.scale import moved_by
+from taskferry.collect.scale import moved_by
 from taskferry.methods import CannotMove, methods, run
+from taskferry.objectives.objectives import Classifier, teacher_labels
 from tests.helpers.command import taskferry
 from tests.helpers.tiny import job, rebuilt, relative
 from tests.properties.equivariant import distance
@@ -198,7 +198,7 @@ def test_a_row_rests_on_the_code_that_makes_it() -> None:
     found = rows()
     assert found["bico"].code == found["bico, automatic scale"].code != found["theseus"].code
     reached = code_module._reached("taskferry.methods.distil")
-    assert {"taskferry.methods.bico", "taskferry.maths.procrustes", "taskferry.calibration.augmentation"} <= reached
+    assert {"taskferry.methods.bico", "taskferry.linalg.procrustes", "taskferry.data.augmentation"} <= reached
     assert "taskferry.methods.gradfix" not in reached
     assert not any(name.startswith(("taskferry.cli", "taskferry.report")) for name in reached)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from taskferry.checkpoints import Skeleton, load_model, read_adapter
+from taskferry.models import Skeleton, load_model, read_adapter
 from tests.helpers import folders
 from tests.helpers.architectures import MIXED, PACKED
 from tests.helpers.command import Ran, taskferry

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from taskferry import Alignment, LowRank, TaskVector
-from taskferry.checkpoints import Skeleton, load_model, load_tuned, read_adapter
+from taskferry.models import Skeleton, load_model, load_tuned, read_adapter
 from tests.helpers import folders
 from tests.helpers.command import taskferry
 from tests.helpers.often import often

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from taskferry import Alignment
-from taskferry.checkpoints import Skeleton, load_model, read_adapter
 from taskferry.example import write_example
+from taskferry.models import Skeleton, load_model, read_adapter
 from tests.helpers import folders
 from tests.helpers.command import Ran, ranks, taskferry
 from tests.helpers.tiny import relative
@@ -159,9 +159,9 @@ def test_what_was_drawn_can_be_refined_on(world: Path, tmp_path: Path) -> None:
 
 def test_samples_are_neither_sent_nor_copied_on(world: Path, tmp_path: Path) -> None:
     """A fine-tune may write down what it was tuned on."""
-    from taskferry.checkpoints import load_model
-    from taskferry.checkpoints.models import write_model
     from taskferry.integrations.hub import _with_base
+    from taskferry.models import load_model
+    from taskferry.models.models import write_model
     from taskferry.taskvector import TaskVector
 
     made(world, tmp_path / "moved", "--as-model")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from taskferry import TaskVector
-from taskferry.checkpoints import load_model, write_model
+from taskferry.models import load_model, write_model
 from tests.helpers.command import taskferry
 
 timm = pytest.importorskip("timm")

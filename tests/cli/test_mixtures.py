@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from taskferry import Alignment
-from taskferry.checkpoints import Skeleton, load_model, read_adapter
+from taskferry.models import Skeleton, load_model, read_adapter
 from tests.helpers import folders
 from tests.helpers.command import taskferry
 from tests.helpers.mixtures import mixture

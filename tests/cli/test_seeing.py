@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
 
-from taskferry.checkpoints import load_model
+from taskferry.models import load_model
 from tests.helpers import folders, seeing
 from tests.helpers.command import Ran, taskferry
 from tests.helpers.often import often

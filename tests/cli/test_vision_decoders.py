@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from taskferry.checkpoints import Skeleton, load_model, read_adapter
-from taskferry.sites.discovery import find_sites
-from taskferry.sites.pairing import pair_sites
+from taskferry.layers.discovery import find_sites
+from taskferry.layers.pairing import pair_sites
+from taskferry.models import Skeleton, load_model, read_adapter
 from tests.helpers import folders
 from tests.helpers.command import Ran, taskferry
 from tests.helpers.often import often

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from taskferry import TaskVector, fit
+from taskferry.collect.scale import calibration_loss
 from taskferry.errors import TaskferryWarning
 from taskferry.evaluation.scoring import evaluate
-from taskferry.fitting.scale import calibration_loss
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.transfer import transfer
-from taskferry.maths.whitening import Whitened
+from taskferry.linalg.whitening import Whitened
 from taskferry.methods import Job, methods
 from taskferry.taskvector import as_dense
 from tests.devices import pretend

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from taskferry import Alignment, TaskVector, fit
-from taskferry.checkpoints import load_model, load_tuned
 from taskferry.jobs.apply import apply_alignment
 from taskferry.jobs.fit import fit_alignment
 from taskferry.jobs.settings import FitSettings, TransferSettings
 from taskferry.jobs.transfer import transfer
-from taskferry.maths.sums import CrossCovariance
-from taskferry.maths.whitening import Whitened
+from taskferry.linalg.sums import CrossCovariance
+from taskferry.linalg.whitening import Whitened
+from taskferry.models import load_model, load_tuned
 from taskferry.settings import ApplySettings, load_settings
 from tests.devices import pretend
 from tests.devices.test_jobs import APART, language, texts, weights, world  # noqa: F401

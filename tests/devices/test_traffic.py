@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from taskferry import Calibration, TaskVector
+from taskferry.collect.capture import Side, collect
+from taskferry.collect.statistics import Capture, Statistics
 from taskferry.engines.whole import WholePair
-from taskferry.fitting.capture import Side, collect
-from taskferry.fitting.statistics import Capture, Statistics
-from taskferry.maths.whitening import Whitened
+from taskferry.linalg.whitening import Whitened
 from taskferry.methods import Job, methods
 from tests.devices import pretend
 from tests.devices.test_families import low_rank

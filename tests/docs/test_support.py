@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from taskferry import Alignment
-from taskferry.checkpoints import load_model, load_tuned
+from taskferry.models import load_model, load_tuned
 from tests.helpers import folders, gguf_files, quantised
 from tests.helpers.classes import CLASSES, Class
 from tests.helpers.command import Ran, taskferry

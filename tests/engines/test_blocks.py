@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from taskferry import Alignment, Prototypes, TaskVector
-from taskferry.checkpoints import Skeleton, load_model, read_adapter
+from taskferry.collect.statistics import Capture
 from taskferry.engines import blocks as block_engine
 from taskferry.engines.blocks import BlockPair
 from taskferry.engines.blockwise import BlockwiseModel, forward
 from taskferry.engines.lazy import LazyModel
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
-from taskferry.fitting.objectives import LanguageModel
-from taskferry.fitting.statistics import Capture
 from taskferry.methods import FOLDS, Job, run
+from taskferry.models import Skeleton, load_model, read_adapter
+from taskferry.objectives.objectives import LanguageModel
 from tests.helpers import folders
 from tests.helpers.architectures import MIXED
 from tests.helpers.command import taskferry

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from taskferry import LanguageModel, TaskVector
-from taskferry.checkpoints import load_model, load_tuned
 from taskferry.engines.blocks import BlockPair
 from taskferry.engines.lazy import Difference, LazyModel
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
 from taskferry.methods import Job, run
+from taskferry.models import load_model, load_tuned
 from tests.helpers.tiny import TINY, VOCABULARY, relative
 
 transformers = pytest.importorskip("transformers")

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from taskferry import TaskVector
-from taskferry.checkpoints import Skeleton, load_model, read_adapter
 from taskferry.jobs.settings import DEFAULT_METHOD
 from taskferry.methods import methods
+from taskferry.models import Skeleton, load_model, read_adapter
 from tests.helpers import folders
 from tests.helpers.command import ranks, taskferry
 from tests.helpers.often import often

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from taskferry import LanguageModel, LinearProbe, Prototypes, TaskferryError
-from taskferry.calibration.batch import Batch
+from taskferry.data.batch import Batch
 from taskferry.evaluation import evaluate
 from tests.helpers import tiny
 from tests.helpers.pictures import Pictures, Small

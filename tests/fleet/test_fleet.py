@@ -19,11 +19,11 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from taskferry import Alignment
-from taskferry.checkpoints import Skeleton, load_model, read_adapter
 from taskferry.errors import TaskferryError
 from taskferry.fleet import run as fleet
 from taskferry.fleet.move import RECORD, WEIGHTS, OpenAlignment, move_batch
 from taskferry.fleet.store import Store
+from taskferry.models import Skeleton, load_model, read_adapter
 from taskferry.settings import FleetSettings, Move, load_settings
 from tests.helpers import folders
 from tests.helpers.command import taskferry

@@ -14,10 +14,10 @@ from safetensors.torch import save
 
 from taskferry import Alignment
 from taskferry.alignment import AlignedPair
-from taskferry.checkpoints import Skeleton
-from taskferry.maths.procrustes import Map
-from taskferry.maths.sums import Quality
-from taskferry.sites.site import Site
+from taskferry.layers.site import Site
+from taskferry.linalg.procrustes import Map
+from taskferry.linalg.sums import Quality
+from taskferry.models import Skeleton
 
 WIDE, SMALL, RANK = 6, 4, 2
 MODULE = "encoder.layer.0.attention.self.query"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from taskferry import Batch, Calibration, Head, LanguageModel, Objective, Prototypes, TaskVector
-from taskferry.calibration.batch import IGNORED
+from taskferry.data.batch import IGNORED
 from taskferry.engines.whole import WholePair
 from taskferry.methods import Job
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from taskferry import TaskVector
-from taskferry.checkpoints import load_model, load_tuned
-from taskferry.fitting.scale import ScaleCurve
+from taskferry.collect.scale import ScaleCurve
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.transfer import scaled
 from taskferry.methods import run
+from taskferry.models import load_model, load_tuned
 from tests.helpers import folders
 from tests.helpers.command import taskferry
 from tests.helpers.tiny import hf, job

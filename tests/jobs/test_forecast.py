@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from taskferry.fitting.objectives import LanguageModel, Prototypes, ZeroShot
-from taskferry.fitting.scale import ScaleCurve
+from taskferry.collect.scale import ScaleCurve
 from taskferry.jobs import forecast as module
 from taskferry.jobs.forecast import forecast, foretold
 from taskferry.jobs.settings import TransferSettings
+from taskferry.objectives.objectives import LanguageModel, Prototypes, ZeroShot
 from tests.helpers.command import taskferry
 from tests.helpers.pages import ROOT
 
@@ -77,7 +77,7 @@ def test_the_verdict_of_a_transfer_says_it(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     from taskferry import load_model, load_samples
     from taskferry.evaluation import Pool
-    from taskferry.fitting.heads import zero_shot
+    from taskferry.objectives.heads import zero_shot
     from taskferry.training import FineTuning, finetune
     from tests.cli.test_images import clip_folder
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from taskferry import Prototypes, TaskferryError, TaskVector, text_calibration
-from taskferry.checkpoints import Skeleton, load_model, read_adapter
-from taskferry.fitting.scale import calibration_loss
+from taskferry.collect.scale import calibration_loss
 from taskferry.jobs import transfer as transfer_job
 from taskferry.jobs.apply import apply_alignment
 from taskferry.jobs.fit import fit_alignment
 from taskferry.jobs.output import check_output
 from taskferry.jobs.settings import FitSettings, TransferSettings
+from taskferry.models import Skeleton, load_model, read_adapter
 from taskferry.settings import ApplySettings
 from tests.helpers import folders
 from tests.helpers.command import taskferry

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from taskferry.checkpoints import Adapter, Tuned
 from taskferry.disk.inputs import hash_file
 from taskferry.engines.whole import WholePair
 from taskferry.example import FILES
-from taskferry.fitting.objectives import Head, Prototypes
 from taskferry.jobs.source import source_losses
+from taskferry.models import Adapter, Tuned
+from taskferry.objectives.objectives import Head, Prototypes
 from taskferry.taskvector import TaskVector
 from tests.helpers import folders
 from tests.helpers.command import Ran, taskferry

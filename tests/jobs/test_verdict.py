@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from taskferry.fitting.answers import Score
-from taskferry.fitting.scale import ScaleCurve
-from taskferry.fitting.teacher import Written
+from taskferry.collect.scale import ScaleCurve
 from taskferry.jobs.answers import HeldOutAnswers
 from taskferry.jobs.verdict import HARMS, HELPS, NOT_SHOWN, Judged, verdict
+from taskferry.objectives.answers import Score
+from taskferry.objectives.teacher import Written
 from taskferry.taskvector import TaskVector
 
 LOWER, HIGHER = ScaleCurve(((0.0, 2.0), (1.0, 1.0)), 1.0), ScaleCurve(((0.0, 2.0), (1.0, 3.0)), 1.0)

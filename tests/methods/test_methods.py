@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from taskferry import Batch, Calibration, Prototypes, TaskferryError, TaskVector, fit
+from taskferry.layers import family_of
+from taskferry.layers.family import HEAD
 from taskferry.methods import CannotMove, Job, Moved, Needs, Shown, TableRow, find, method, methods, registry, run
 from taskferry.methods.few_shot import assign_folds, best_steps
 from taskferry.methods.gradfix import descent_signs, singles
 from taskferry.methods.transfusion import Spaces, match_permutations
-from taskferry.sites import family_of
-from taskferry.sites.family import HEAD
 from tests.helpers.architectures import BIGCODE, PACKED
 from tests.helpers.tiny import TINY, double, job, rebuilt, relative, tuned
 from tests.properties.equivariant import Embedding, Equivariant, Widths, calibration, distance, loss, random_task_vector

@@ -22,13 +22,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from taskferry.checkpoints import load_pair, load_tuned
+from taskferry.collect.scale import ScaleCurve
 from taskferry.example import FILES
-from taskferry.fitting.preparation import prepare
-from taskferry.fitting.scale import ScaleCurve
-from taskferry.maths.sums import CrossCovariance
-from taskferry.maths.whitening import Whitened
+from taskferry.linalg.sums import CrossCovariance
+from taskferry.linalg.whitening import Whitened
 from taskferry.methods import Job, run
+from taskferry.models import load_pair, load_tuned
+from taskferry.objectives.preparation import prepare
 from taskferry.settings import CalibrationSettings
 from tests.helpers.fingerprints import distances, fingerprint
 

@@ -13,21 +13,21 @@ import torch
 from torch import nn
 
 from taskferry import Calibration, LowRank, TaskVector
-from taskferry.calibration.augmentation import Views
-from taskferry.calibration.batch import Batch
+from taskferry.collect.capture import Side, collect
+from taskferry.collect.scale import calibration_loss, moved_by
+from taskferry.collect.statistics import BASE, Capture, Point, Statistics
+from taskferry.data.augmentation import Views
+from taskferry.data.batch import Batch
 from taskferry.engines import whole
 from taskferry.engines.pair import Work
 from taskferry.errors import TaskferryError
-from taskferry.fitting.capture import Side, collect
-from taskferry.fitting.objectives import Classifier, Logits
-from taskferry.fitting.scale import calibration_loss, moved_by
-from taskferry.fitting.statistics import BASE, Capture, Point, Statistics
-from taskferry.maths.whitening import UnitRows, Whitened
+from taskferry.layers import family_of
+from taskferry.layers.discovery import find_sites
+from taskferry.layers.pairing import pair_sites
+from taskferry.linalg.whitening import UnitRows, Whitened
 from taskferry.methods import Job, run
 from taskferry.methods.twofold import ALONE, PATCH, with_views
-from taskferry.sites import family_of
-from taskferry.sites.discovery import find_sites
-from taskferry.sites.pairing import pair_sites
+from taskferry.objectives.objectives import Classifier, Logits
 from taskferry.taskvector import as_dense
 from tests.helpers.tiny import TINY, job, rebuilt, relative
 

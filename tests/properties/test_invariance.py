@@ -10,7 +10,7 @@ import torch
 
 from taskferry import Alignment, Batch, Calibration, LowRank, TaskVector, fit
 from taskferry.engines.pair import Work
-from taskferry.maths.sums import CrossCovariance
+from taskferry.linalg.sums import CrossCovariance
 from tests.helpers.tiny import TINY, relative, tuned
 from tests.properties.equivariant import (
     Equivariant,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from taskferry import Alignment, fit
-from taskferry.maths.procrustes import Map
+from taskferry.linalg.procrustes import Map
 from tests.properties.equivariant import (
     Embedding,
     Equivariant,

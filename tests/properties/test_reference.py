@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from taskferry import Batch, Calibration, TaskVector, fit
-from taskferry.fitting.statistics import Capture
+from taskferry.collect.statistics import Capture
 from tests.helpers.tiny import TINY, double, hf, per_sample, relative, text
 from tests.properties import reference
 

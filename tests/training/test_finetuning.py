@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from taskferry import Prototypes, TaskferryError
-from taskferry.fitting.objectives import NewHead
+from taskferry.objectives.objectives import NewHead
 from taskferry.training import FineTuning, History, finetune
 from taskferry.training.finetuning import CHECKPOINT, order, rate, split
 from tests.helpers import tiny

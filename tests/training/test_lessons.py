@@ -14,13 +14,13 @@ import transformers
 from torch import Tensor, nn
 
 from taskferry import Calibration, TaskferryError, TaskVector
-from taskferry.calibration.batch import IGNORED
-from taskferry.calibration.language import Segment, language_calibration
-from taskferry.calibration.vocabulary import translation
-from taskferry.fitting.language import expected
-from taskferry.fitting.objectives import Classifier, Function
-from taskferry.fitting.scale import ScaleCurve, moved_by
+from taskferry.collect.scale import ScaleCurve, moved_by
+from taskferry.data.batch import IGNORED
+from taskferry.data.language import Segment, language_calibration
+from taskferry.data.vocabulary import translation
 from taskferry.methods import Job, distil, run
+from taskferry.objectives.language import expected
+from taskferry.objectives.objectives import Classifier, Function
 from taskferry.training.lessons import Classes, Lesson, Likeness, Tokens, lesson_of, trimmed
 from tests.helpers import texts, tiny
 from tests.helpers.tiny import job, rebuilt

@@ -20,20 +20,20 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from taskferry import LowRank, TaskferryError, TaskVector, load_model
-from taskferry.calibration.augmentation import Views
-from taskferry.checkpoints.lowrank import compress
 from taskferry.cli import main
 from taskferry.cli.screen import Screen
+from taskferry.collect.scale import moved_by
+from taskferry.data.augmentation import Views
 from taskferry.disk.records import as_json
-from taskferry.fitting.scale import moved_by
-from taskferry.fitting.teacher import Written
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.plan import plan_job
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.transfer import transfer
+from taskferry.layers.discovery import find_sites
 from taskferry.methods import Job, find, run
-from taskferry.sites.discovery import find_sites
+from taskferry.models.lowrank import compress
+from taskferry.objectives.teacher import Written
 from taskferry.taskvector import as_dense
 from taskferry.training.lessons import lesson_of
 from taskferry.training.refinement import Refinement, kept_aside, refine, usual_rate
@@ -460,7 +460,7 @@ def test_what_cannot_be_refined_is_refused_before_any_work(
 ) -> None:
     """A random source may answer with nothing, so its answers are given here."""
     monkeypatch.setattr(
-        "taskferry.fitting.preparation.written", lambda _, __, asked, **___: [Written("dawn", True)] * len(asked)
+        "taskferry.objectives.preparation.written", lambda _, __, asked, **___: [Written("dawn", True)] * len(asked)
     )
     out = ["--out", tmp_path / "out", "--samples", 12]
     prompts = tmp_path / "prompts.jsonl"

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
-from taskferry.calibration.batch import Batch, Calibration
+from taskferry.collect.capture import Side, collect
+from taskferry.collect.statistics import Capture, Paired
+from taskferry.data.batch import Batch, Calibration
 from taskferry.errors import TaskferryError
-from taskferry.fitting.capture import Side, collect
-from taskferry.fitting.objectives import ForwardOnly
-from taskferry.fitting.statistics import Capture, Paired
-from taskferry.sites.discovery import find_sites
-from taskferry.sites.pairing import Pair
+from taskferry.layers.discovery import find_sites
+from taskferry.layers.pairing import Pair
+from taskferry.objectives.objectives import ForwardOnly
 
 FORWARD = Capture(outputs="activations")
 

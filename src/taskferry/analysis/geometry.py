@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from taskferry.alignment import Alignment
-from taskferry.maths.procrustes import Map
+from taskferry.linalg.procrustes import Map
 
 
 @dataclass(frozen=True)

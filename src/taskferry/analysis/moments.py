@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from taskferry.maths.procrustes import Map
+from taskferry.linalg.procrustes import Map
 
 
 @dataclass

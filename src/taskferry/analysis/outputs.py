@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from taskferry.analysis.agreement import agreement, by_block
-from taskferry.calibration.batch import Batch
-from taskferry.fitting.scale import moved_by
+from taskferry.collect.scale import moved_by
+from taskferry.data.batch import Batch
 from taskferry.taskvector import TaskVector
 
 AS_IT_IS = "target as it is"

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from taskferry.alignment import Alignment
 from taskferry.analysis.moments import Moments
-from taskferry.calibration.batch import Calibration
-from taskferry.fitting.capture import BICO, Side, collect
-from taskferry.fitting.models import wide
-from taskferry.fitting.objectives import Objective
-from taskferry.fitting.statistics import Capture, Paired
-from taskferry.maths.procrustes import Map
-from taskferry.sites.pairing import Pair
-from taskferry.sites.site import Site
+from taskferry.collect.capture import BICO, Side, collect
+from taskferry.collect.device import wide
+from taskferry.collect.statistics import Capture, Paired
+from taskferry.data.batch import Calibration
+from taskferry.layers.pairing import Pair
+from taskferry.layers.site import Site
+from taskferry.linalg.procrustes import Map
+from taskferry.objectives.objectives import Objective
 
 Place = tuple[str, int | None]  # stack and block of the target
 

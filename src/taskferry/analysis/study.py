@@ -20,18 +20,18 @@ from taskferry.analysis.outputs import output_similarity
 from taskferry.analysis.similarity import SiteSimilarity, similarity
 from taskferry.analysis.trajectory import Trajectory
 from taskferry.bench.rows import Mover, rows
-from taskferry.calibration.batch import Batch
-from taskferry.calibration.data import load_samples
-from taskferry.checkpoints import Loaded, load_model, load_pair, load_tuned
+from taskferry.collect.progress import Progress
+from taskferry.collect.scale import moved_by
+from taskferry.data.batch import Batch
+from taskferry.data.data import load_samples
 from taskferry.engines.pair import Work
 from taskferry.engines.whole import fit
 from taskferry.errors import TaskferryError
-from taskferry.fitting.preparation import Prepared, prepare
-from taskferry.fitting.progress import Progress
-from taskferry.fitting.scale import moved_by
+from taskferry.layers import family_of
 from taskferry.methods import CannotMove, Job
+from taskferry.models import Loaded, load_model, load_pair, load_tuned
+from taskferry.objectives.preparation import Prepared, prepare
 from taskferry.settings import AnalyzeSettings
-from taskferry.sites import family_of
 from taskferry.taskvector import TaskVector
 from taskferry.version import __version__
 

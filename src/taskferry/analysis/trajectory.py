@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from taskferry.analysis.agreement import Shift, agreement, by_block
-from taskferry.calibration.batch import Batch
+from taskferry.data.batch import Batch
 
 Blocks = dict[tuple[str, int], Shift]
 

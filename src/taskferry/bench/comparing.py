@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from taskferry.bench.rows import Mover, rows
-from taskferry.calibration.batch import Batch
-from taskferry.calibration.data import held_out, load_samples
-from taskferry.checkpoints import Loaded, load_model, load_tuned
+from taskferry.collect.scale import moved_by
+from taskferry.data.batch import Batch
+from taskferry.data.data import held_out, load_samples
 from taskferry.disk.records import as_json
 from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.scoring import evaluate
-from taskferry.fitting.preparation import prepare
-from taskferry.fitting.scale import moved_by
 from taskferry.methods import Job, find
+from taskferry.models import Loaded, load_model, load_tuned
+from taskferry.objectives.preparation import prepare
 from taskferry.settings import CompareSettings
 from taskferry.taskvector import TaskVector
 

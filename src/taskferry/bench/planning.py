@@ -14,9 +14,9 @@ import torch
 
 from taskferry.bench.recipe import ModelSpec, Recipe
 from taskferry.bench.rows import rows as known_rows
-from taskferry.checkpoints import load_model
 from taskferry.errors import TaskferryError
-from taskferry.sites import family_of
+from taskferry.layers import family_of
+from taskferry.models import load_model
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from taskferry.bench.code import code_of
-from taskferry.fitting.objectives import Classifier
 from taskferry.methods import CannotMove, Job, Method, Moved, TableRow, methods
+from taskferry.objectives.objectives import Classifier
 from taskferry.taskvector import TaskVector
 
-SCORED = ("taskferry.fitting.preparation", "taskferry.evaluation.scoring")
+SCORED = ("taskferry.objectives.preparation", "taskferry.evaluation.scoring")
 
 
 @dataclass(frozen=True)

@@ -19,20 +19,20 @@ from torch import nn
 from taskferry.bench.code import code_of
 from taskferry.bench.recipe import Cell, Recipe
 from taskferry.bench.rows import SCORED, Mover, rows
-from taskferry.calibration.batch import Batch
-from taskferry.calibration.data import Samples, load_samples
-from taskferry.calibration.samplers import choose
-from taskferry.checkpoints import Loaded, load_model
-from taskferry.checkpoints.loaded import to_device
+from taskferry.collect.scale import moved_by
+from taskferry.data.batch import Batch
+from taskferry.data.data import Samples, load_samples
+from taskferry.data.samplers import choose
 from taskferry.disk.files import hash_parameters
 from taskferry.errors import TaskferryError
 from taskferry.evaluation import Pool, evaluate
 from taskferry.evaluation.pool import LazyBatches
-from taskferry.fitting.heads import zero_shot
-from taskferry.fitting.objectives import Classifier, LinearProbe, NewHead, Prototypes
-from taskferry.fitting.preparation import Prepared, prepare
-from taskferry.fitting.scale import moved_by
 from taskferry.methods import Job
+from taskferry.models import Loaded, load_model
+from taskferry.models.loaded import to_device
+from taskferry.objectives.heads import zero_shot
+from taskferry.objectives.objectives import Classifier, LinearProbe, NewHead, Prototypes
+from taskferry.objectives.preparation import Prepared, prepare
 from taskferry.settings import CalibrationSettings
 from taskferry.taskvector import TaskVector
 from taskferry.training import finetune

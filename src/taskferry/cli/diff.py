@@ -25,8 +25,8 @@ def run(
 ) -> None:
     """Write the task vector of a fine-tune."""
     with waiting(as_json):
-        from taskferry.checkpoints import by_reason
         from taskferry.jobs.apply import difference
+        from taskferry.models import by_reason
     with waiting(as_json, f"loading {base} and {tuned}"):
         found = difference(base, tuned, out)
     tau, left = found.tau, by_reason(found.ignored, "is not in the file")

@@ -79,8 +79,8 @@ def installed() -> dict[str, Any]:
 
 def one(model: str) -> dict[str, Any]:
     """What there is to move in a model."""
-    from taskferry.checkpoints import load_model
-    from taskferry.sites.discovery import find_sites
+    from taskferry.layers.discovery import find_sites
+    from taskferry.models import load_model
 
     loaded = load_model(model)
     layers = f"{len(find_sites(loaded.model))} linear layers; a second model says what would move between the two"
@@ -89,12 +89,12 @@ def one(model: str) -> dict[str, Any]:
 
 def pair(source: str, target: str, tuned: str | None = None) -> dict[str, Any]:
     """Count what moves between two models, or of a fine-tune; what stays and why; or why `transfer` refuses them."""
-    from taskferry.checkpoints import load_model, load_tuned
     from taskferry.coverage import reasons_to_keep
     from taskferry.engines.whole import unchanged
-    from taskferry.fitting.preparation import language_kind
-    from taskferry.sites.discovery import find_sites
-    from taskferry.sites.pairing import pair_sites
+    from taskferry.layers.discovery import find_sites
+    from taskferry.layers.pairing import pair_sites
+    from taskferry.models import load_model, load_tuned
+    from taskferry.objectives.preparation import language_kind
 
     A, B = load_model(source), load_model(target)
     report: dict[str, Any] = {"pair": f"{type(A.model).__name__} to {type(B.model).__name__}"}

@@ -68,9 +68,9 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
         except (KeyError, TypeError) as error:
             raise TaskferryError(f"{path / 'taskferry.json'} is no record of taskferry: {error!r}") from error
     from taskferry.alignment import Alignment, is_alignment  # a record needs no torch
-    from taskferry.checkpoints import gguf, is_adapter, load_model
-    from taskferry.checkpoints.models import resolve
-    from taskferry.sites.discovery import find_sites
+    from taskferry.layers.discovery import find_sites
+    from taskferry.models import gguf, is_adapter, load_model
+    from taskferry.models.models import resolve
     from taskferry.taskvector import TaskVector, is_task_vector
 
     if path.is_file() and not gguf.owns(given):
@@ -97,8 +97,8 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
 
 def _adapter(path: Path) -> tuple[str, list[dict[str, Any]]]:
     """An adapter by itself: its settings, and the shapes of its factors."""
-    from taskferry.checkpoints.adapters import weights_of
-    from taskferry.checkpoints.states import read_state
+    from taskferry.models.adapters import weights_of
+    from taskferry.models.states import read_state
 
     config = read_json(path / "adapter_config.json")
     state = read_state(weights_of(path))

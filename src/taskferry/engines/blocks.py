@@ -23,20 +23,20 @@ import torch
 from torch import Tensor, nn
 
 from taskferry.alignment import Alignment
-from taskferry.calibration.batch import Batch, Calibration
+from taskferry.collect.capture import Loss, collect
+from taskferry.collect.progress import Steps
+from taskferry.collect.solve import GroupSums, MapOptions, solve_group
+from taskferry.collect.statistics import Capture, Statistics
 from taskferry.coverage import Coverage, Row
+from taskferry.data.batch import Batch, Calibration
 from taskferry.engines.blockwise import BlockwiseModel, forward
 from taskferry.engines.lazy import DiskDeltas, LazyModel
 from taskferry.engines.memory import give_back
 from taskferry.engines.pair import ModelPair, Moved, in_place, parameter_reasons
 from taskferry.errors import TaskferryError
-from taskferry.fitting.capture import Loss, collect
-from taskferry.fitting.defaults import AnyObjective
-from taskferry.fitting.objectives import Classifier, ForwardOnly, Objective
-from taskferry.fitting.progress import Steps
-from taskferry.fitting.solve import GroupSums, MapOptions, solve_group
-from taskferry.fitting.statistics import Capture, Statistics
-from taskferry.sites.pairing import Pair
+from taskferry.layers.pairing import Pair
+from taskferry.objectives.defaults import AnyObjective
+from taskferry.objectives.objectives import Classifier, ForwardOnly, Objective
 from taskferry.taskvector import Delta, TaskVector
 
 Runs = tuple[BlockwiseModel, BlockwiseModel]  # of the source and of the target, at one point

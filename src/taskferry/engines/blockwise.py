@@ -24,7 +24,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from taskferry.calibration.batch import Batch
+from taskferry.collect.capture import Loss, Side
+from taskferry.collect.device import frozen, narrow
+from taskferry.data.batch import Batch
 from taskferry.disk.files import write_plain_safetensors
 from taskferry.engines.lazy import LazyModel
 from taskferry.engines.memory import give_back
@@ -43,10 +45,8 @@ from taskferry.engines.stand_ins import (
     until_caught,
 )
 from taskferry.errors import TaskferryError
-from taskferry.fitting.capture import Loss, Side
-from taskferry.fitting.models import frozen, narrow
-from taskferry.fitting.objectives import ForwardOnly, Objective
-from taskferry.sites.site import Site
+from taskferry.layers.site import Site
+from taskferry.objectives.objectives import ForwardOnly, Objective
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from taskferry.checkpoints import Loaded, huggingface
-from taskferry.checkpoints.folders import INDEX, tensor_files
-from taskferry.checkpoints.loaded import BUFFER, as_stored
-from taskferry.checkpoints.quantised import by_blocks, form_of, same_form, write_plain
-from taskferry.checkpoints.scales import Scales
-from taskferry.checkpoints.vocabulary import resized
 from taskferry.disk.files import hash_tensor, is_finite, write_plain_safetensors
 from taskferry.engines.memory import freed
 from taskferry.errors import TaskferryError
+from taskferry.models import Loaded, huggingface
+from taskferry.models.folders import INDEX, tensor_files
+from taskferry.models.loaded import BUFFER, as_stored
+from taskferry.models.quantised import by_blocks, form_of, same_form, write_plain
+from taskferry.models.scales import Scales
+from taskferry.models.vocabulary import resized
 from taskferry.taskvector import LazyDeltas, TaskVector, as_dense, match_names
 
 

@@ -21,21 +21,21 @@ import torch
 from torch import Tensor, nn
 
 from taskferry.alignment import Alignment
-from taskferry.calibration.batch import Calibration
-from taskferry.checkpoints.adapters import prefix_of
+from taskferry.collect.device import device_of
+from taskferry.collect.progress import Progress
+from taskferry.collect.routing import Meeting, has_experts
+from taskferry.collect.scale import ScaleCurve
+from taskferry.collect.solve import UNREACHED, MapOptions, Solved
+from taskferry.collect.statistics import Capture
 from taskferry.coverage import reasons_to_keep
+from taskferry.data.batch import Calibration
 from taskferry.errors import TaskferryError
-from taskferry.fitting.defaults import AnyObjective, both_objectives
-from taskferry.fitting.models import device_of
-from taskferry.fitting.objectives import Classifier, ForwardOnly, Objective
-from taskferry.fitting.progress import Progress
-from taskferry.fitting.routing import Meeting, has_experts
-from taskferry.fitting.scale import ScaleCurve
-from taskferry.fitting.solve import UNREACHED, MapOptions, Solved
-from taskferry.fitting.statistics import Capture
-from taskferry.sites.discovery import find_sites
-from taskferry.sites.pairing import DepthRule, Pair, Place, nearest_block, pair_sites
-from taskferry.sites.site import Site
+from taskferry.layers.discovery import find_sites
+from taskferry.layers.pairing import DepthRule, Pair, Place, nearest_block, pair_sites
+from taskferry.layers.site import Site
+from taskferry.models.adapters import prefix_of
+from taskferry.objectives.defaults import AnyObjective, both_objectives
+from taskferry.objectives.objectives import Classifier, ForwardOnly, Objective
 from taskferry.taskvector import TaskVector
 from taskferry.version import __version__
 

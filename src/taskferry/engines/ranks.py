@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from taskferry.alignment import Alignment
-from taskferry.calibration.batch import Batch
+from taskferry.collect.solve import GroupSums, MapOptions, Solved, Step
+from taskferry.data.batch import Batch
 from taskferry.engines.sharding import shard_blocks
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
-from taskferry.fitting.solve import GroupSums, MapOptions, Solved, Step
-from taskferry.maths.sums import CrossCovariance
-from taskferry.sites.pairing import Pair
+from taskferry.layers.pairing import Pair
+from taskferry.linalg.sums import CrossCovariance
 from taskferry.taskvector import TaskVector
 
 _LOST = ("gloo", "nccl", "connection", "timed out")  # gloo raises plain runtime errors

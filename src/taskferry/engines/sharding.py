@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from taskferry.errors import TaskferryError
-from taskferry.sites.discovery import block_paths, find_sites
+from taskferry.layers.discovery import block_paths, find_sites
 
 
 def shard_blocks(model: nn.Module) -> dict[str, Tensor]:

@@ -9,10 +9,10 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from taskferry.calibration.batch import Batch
+from taskferry.data.batch import Batch
 from taskferry.errors import TaskferryError
-from taskferry.sites.discovery import block_paths
-from taskferry.sites.site import Site
+from taskferry.layers.discovery import block_paths
+from taskferry.layers.site import Site
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a block is called with beside the hidden states
 

@@ -15,22 +15,22 @@ from itertools import groupby
 from torch import Tensor, nn
 
 from taskferry.alignment import NO_CHANGE, Alignment
-from taskferry.calibration.batch import Batch, Calibration
 from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
+from taskferry.collect.capture import BICO, Loss, Side, collect
+from taskferry.collect.device import place_of
+from taskferry.collect.progress import Progress, Steps
+from taskferry.collect.routing import Meeting, match_experts
+from taskferry.collect.scale import losses_at, moved_by
+from taskferry.collect.solve import Finished, GroupSums, MapOptions, Solved, Step, solve_group
+from taskferry.collect.statistics import Capture, Point, Statistics
+from taskferry.data.batch import Batch, Calibration
 from taskferry.disk.files import hash_parameters
 from taskferry.display.bars import with_bars
 from taskferry.engines.memory import freed
 from taskferry.engines.pair import ModelPair, Moved, Work, in_place, shapes
-from taskferry.fitting.capture import BICO, Loss, Side, collect
-from taskferry.fitting.defaults import AnyObjective
-from taskferry.fitting.models import place_of
-from taskferry.fitting.objectives import Classifier, ForwardOnly, teacher_labels
-from taskferry.fitting.progress import Progress, Steps
-from taskferry.fitting.routing import Meeting, match_experts
-from taskferry.fitting.scale import losses_at, moved_by
-from taskferry.fitting.solve import Finished, GroupSums, MapOptions, Solved, Step, solve_group
-from taskferry.fitting.statistics import Capture, Point, Statistics
-from taskferry.sites.pairing import DepthRule, Pair, Place, nearest_block
+from taskferry.layers.pairing import DepthRule, Pair, Place, nearest_block
+from taskferry.objectives.defaults import AnyObjective
+from taskferry.objectives.objectives import Classifier, ForwardOnly, teacher_labels
 from taskferry.taskvector import TaskVector, match_names
 
 

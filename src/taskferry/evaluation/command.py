@@ -6,24 +6,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from taskferry.calibration.data import Samples, held_out, load_samples
-from taskferry.calibration.language import segments_of
-from taskferry.calibration.samplers import choose
-from taskferry.checkpoints import Loaded, by_reason, load_model, load_tuned
-from taskferry.checkpoints.classifiers import has_own_head
-from taskferry.checkpoints.loaded import to_device
-from taskferry.checkpoints.models import resolve
 from taskferry.choices import TEMPLATE
+from taskferry.data.data import Samples, held_out, load_samples
+from taskferry.data.language import segments_of
+from taskferry.data.samplers import choose
 from taskferry.display.bars import Tell
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.pool import LazyBatches, Pool
 from taskferry.evaluation.scoring import Score, evaluate
-from taskferry.fitting.answers import answers_of
-from taskferry.fitting.contrastive import Contrastive
-from taskferry.fitting.heads import has_text_tower, named_classifier
-from taskferry.fitting.language import is_language_model
-from taskferry.fitting.objectives import Classifier, LanguageModel, Objective
-from taskferry.fitting.preparation import check_pairs
+from taskferry.models import Loaded, by_reason, load_model, load_tuned
+from taskferry.models.classifiers import has_own_head
+from taskferry.models.loaded import to_device
+from taskferry.models.models import resolve
+from taskferry.objectives.answers import answers_of
+from taskferry.objectives.contrastive import Contrastive
+from taskferry.objectives.heads import has_text_tower, named_classifier
+from taskferry.objectives.language import is_language_model
+from taskferry.objectives.objectives import Classifier, LanguageModel, Objective
+from taskferry.objectives.preparation import check_pairs
 from taskferry.settings import EvaluateSettings
 
 

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import torch
 
-from taskferry.calibration.batch import Batch
-from taskferry.calibration.builders import evenly
-from taskferry.calibration.data import Samples
-from taskferry.checkpoints import Loaded
-from taskferry.fitting.language import longest_text
-from taskferry.fitting.preparation import one_sided
+from taskferry.data.batch import Batch
+from taskferry.data.builders import evenly
+from taskferry.data.data import Samples
+from taskferry.models import Loaded
+from taskferry.objectives.language import longest_text
+from taskferry.objectives.preparation import one_sided
 
 
 class Data(Protocol):

@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from taskferry.calibration.batch import Batch
+from taskferry.collect.device import frozen, place_of
+from taskferry.collect.halving import Halving
+from taskferry.data.batch import Batch
 from taskferry.display.bars import Tell, told
 from taskferry.errors import TaskferryError
-from taskferry.fitting.answers import Answers
-from taskferry.fitting.contrastive import Contrastive
-from taskferry.fitting.halving import Halving
-from taskferry.fitting.language import predicted
-from taskferry.fitting.models import frozen, place_of
-from taskferry.fitting.objectives import Classifier, LanguageModel, Objective
+from taskferry.objectives.answers import Answers
+from taskferry.objectives.contrastive import Contrastive
+from taskferry.objectives.language import predicted
+from taskferry.objectives.objectives import Classifier, LanguageModel, Objective
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from taskferry.alignment import Alignment
-from taskferry.checkpoints.adapter_config import CONFIG
-from taskferry.checkpoints.adapters import WEIGHTS, Adapter, Skeleton, read_adapter
 from taskferry.disk.inputs import Stamp, hash_file, stamp
 from taskferry.errors import TaskferryError
 from taskferry.fleet.store import Store
 from taskferry.jobs.apply import apply_record, source_skeleton, target_skeleton
 from taskferry.jobs.output import write_form
 from taskferry.jobs.record import RECORD, finish
+from taskferry.models.adapter_config import CONFIG
+from taskferry.models.adapters import WEIGHTS, Adapter, Skeleton, read_adapter
 from taskferry.settings import ApplySettings, Move
 from taskferry.taskvector import TaskVector
 

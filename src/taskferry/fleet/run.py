@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from taskferry.alignment import Alignment
-from taskferry.checkpoints.adapters import WEIGHTS
 from taskferry.disk.inputs import stamp
 from taskferry.errors import TaskferryError, first_line
 from taskferry.fleet.move import FILES, Moved, OpenAlignment, failed, move_batch, place_of
@@ -34,6 +33,7 @@ from taskferry.fleet.store import Store
 from taskferry.fleet.summary import summary_page
 from taskferry.jobs.apply import check_fits
 from taskferry.jobs.record import RECORD
+from taskferry.models.adapters import WEIGHTS
 from taskferry.settings import FleetSettings, Move
 
 MANIFEST = "manifest"

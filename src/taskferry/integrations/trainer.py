@@ -28,11 +28,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from taskferry.collect.recorder import Call, Recorder
 from taskferry.disk.files import write_text
 from taskferry.errors import TaskferryError
-from taskferry.fitting.recorder import Call, Recorder
-from taskferry.sites.discovery import find_sites
-from taskferry.sites.routed import Rows
+from taskferry.layers.discovery import find_sites
+from taskferry.layers.routed import Rows
 from taskferry.taskvector import Delta, LowRank, TaskVector
 
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.(?P<adapter>[^.]+)\.weight")

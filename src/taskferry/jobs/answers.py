@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from taskferry.checkpoints import Loaded
-from taskferry.fitting.answers import Score, answers_of, choices_of, gain
-from taskferry.fitting.scale import moved_by
-from taskferry.fitting.teacher import can_answer, teacher_model
+from taskferry.collect.scale import moved_by
 from taskferry.jobs.opening import Opened
+from taskferry.models import Loaded
+from taskferry.objectives.answers import Score, answers_of, choices_of, gain
+from taskferry.objectives.teacher import can_answer, teacher_model
 from taskferry.taskvector import TaskVector
 
 MOST = 100  # prompts: enough for an interval of ten points, and generating takes its time

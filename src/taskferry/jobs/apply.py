@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from taskferry.alignment import Alignment
-from taskferry.checkpoints import (
+from taskferry.disk.files import hash_parameters
+from taskferry.disk.inputs import Inputs
+from taskferry.disk.staging import check_free
+from taskferry.errors import TaskferryError
+from taskferry.jobs.output import dequantised, in_form, output_kind, packed, rounded, write_output
+from taskferry.jobs.record import Outcome, make_record, summary
+from taskferry.jobs.spectrum import energy_moved
+from taskferry.jobs.verdict import applied
+from taskferry.models import (
     Adapter,
     Loaded,
     Skeleton,
@@ -20,15 +28,7 @@ from taskferry.checkpoints import (
     load_tuned,
     read_adapter,
 )
-from taskferry.checkpoints.models import resolve
-from taskferry.disk.files import hash_parameters
-from taskferry.disk.inputs import Inputs
-from taskferry.disk.staging import check_free
-from taskferry.errors import TaskferryError
-from taskferry.jobs.output import dequantised, in_form, output_kind, packed, rounded, write_output
-from taskferry.jobs.record import Outcome, make_record, summary
-from taskferry.jobs.spectrum import energy_moved
-from taskferry.jobs.verdict import applied
+from taskferry.models.models import resolve
 from taskferry.settings import ApplySettings
 from taskferry.taskvector import TaskVector, match_names
 

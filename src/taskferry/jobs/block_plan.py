@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from taskferry.collect.scale import ROUND
 from taskferry.engines.blocks import BlockPair
 from taskferry.engines.lazy import LazyModel
 from taskferry.engines.memory import give_back
-from taskferry.fitting.scale import ROUND
 from taskferry.jobs.cost import (
     Plan,
     apply_cost,
@@ -20,10 +20,10 @@ from taskferry.jobs.cost import (
     workspace_bytes,
 )
 from taskferry.jobs.machine import Machine
-from taskferry.maths.sums import CrossCovariance
+from taskferry.layers.discovery import block_paths
+from taskferry.layers.pairing import Pair
+from taskferry.linalg.sums import CrossCovariance
 from taskferry.methods import Cost
-from taskferry.sites.discovery import block_paths
-from taskferry.sites.pairing import Pair
 
 READING = 1.0e9  # bytes a second from disk, cautiously
 LIBRARIES = 200 * 2**20  # what the first passes load and keep, beyond any block

@@ -7,10 +7,10 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from taskferry.calibration.batch import Batch, Calibration
-from taskferry.fitting.statistics import Tokens
-from taskferry.maths.subspace import is_wide
-from taskferry.maths.sums import CrossCovariance
+from taskferry.collect.statistics import Tokens
+from taskferry.data.batch import Batch, Calibration
+from taskferry.linalg.subspace import is_wide
+from taskferry.linalg.sums import CrossCovariance
 
 
 @dataclass(frozen=True)

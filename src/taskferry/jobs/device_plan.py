@@ -16,16 +16,16 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from taskferry.collect.rehearsal import Rehearsal, on_meta, rehearse
+from taskferry.collect.scale import ROUND, START
+from taskferry.collect.statistics import Capture
 from taskferry.errors import TaskferryError
-from taskferry.fitting.rehearsal import Rehearsal, on_meta, rehearse
-from taskferry.fitting.scale import ROUND, START
-from taskferry.fitting.statistics import Capture
 from taskferry.jobs.block_plan import map_shapes
 from taskferry.jobs.cost import as_rows, map_bytes, map_rank, rows_met, size, sums_bytes, workspace_bytes
-from taskferry.maths.sums import CrossCovariance
+from taskferry.layers.discovery import block_paths
+from taskferry.layers.pairing import Pair
+from taskferry.linalg.sums import CrossCovariance
 from taskferry.methods import Cost, Job
-from taskferry.sites.discovery import block_paths
-from taskferry.sites.pairing import Pair
 from taskferry.taskvector import LowRank
 
 Shape = tuple[int, int]

@@ -9,7 +9,6 @@ from taskferry.disk.files import write_text
 from taskferry.disk.staging import check_free
 from taskferry.engines.launch import rank_and_size
 from taskferry.errors import DoesNotHelp, TaskferryError
-from taskferry.fitting.generation import HALF, beside
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.opening import Opened, cut_line, opened, without_weights
 from taskferry.jobs.plan import plan_job, plan_sizes, refining
@@ -17,6 +16,7 @@ from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import FitSettings, PlanSettings
 from taskferry.jobs.source import with_base
 from taskferry.methods import Job
+from taskferry.objectives.generation import HALF, beside
 
 
 def fit_alignment(

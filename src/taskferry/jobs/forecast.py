@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from taskferry.fitting.objectives import Objective, ZeroShot
-from taskferry.fitting.scale import ScaleCurve
+from taskferry.collect.scale import ScaleCurve
 from taskferry.jobs.settings import DEFAULT_METHOD, TransferSettings
+from taskferry.objectives.objectives import Objective, ZeroShot
 
 FILE = Path(__file__).parent / "forecast.json"
 WENT, A_CLASS = "loss, share that went", "samples a class, logarithm"

@@ -15,8 +15,8 @@ from functools import cache, cached_property, partial
 import torch
 from torch import Tensor
 
-from taskferry.maths.procrustes import procrustes, procrustes_from_rows
-from taskferry.maths.subspace import is_wide
+from taskferry.linalg.procrustes import procrustes, procrustes_from_rows
+from taskferry.linalg.subspace import is_wide
 from taskferry.methods import Cost
 
 SQUARE = (64, 256, 768, 1536)  # widths at which a map is solved; between and beyond, a power law through two of them

@@ -9,12 +9,9 @@ from pathlib import Path
 
 import torch
 
-from taskferry.calibration.data import Samples, load_samples
-from taskferry.checkpoints import Loaded, Skeleton, Tuned, huggingface, is_adapter, load_pair, load_tuned, read_adapter
-from taskferry.checkpoints.huggingface import owns, skeleton
-from taskferry.checkpoints.loaded import as_stored, device_named, to_device
-from taskferry.checkpoints.models import resolve
 from taskferry.choices import is_language_class
+from taskferry.collect.routing import Meeting
+from taskferry.data.data import Samples, load_samples
 from taskferry.disk.files import read_json, writing
 from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import finished_groups
@@ -26,16 +23,19 @@ from taskferry.engines.pair import ModelPair, Work
 from taskferry.engines.ranks import RankedPair, from_everyone, process_group, take_device
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
-from taskferry.fitting.generation import STAGE, Drawn, adapters_in, draw
-from taskferry.fitting.heads import has_text_tower
-from taskferry.fitting.preparation import Prepared, check_samples, prepare
-from taskferry.fitting.routing import Meeting
 from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import FitSettings, MethodSettings, PlanSettings, TransferSettings
 from taskferry.jobs.source import base_doubts
+from taskferry.layers.pairing import Place
 from taskferry.methods import Job
-from taskferry.sites.pairing import Place
+from taskferry.models import Loaded, Skeleton, Tuned, huggingface, is_adapter, load_pair, load_tuned, read_adapter
+from taskferry.models.huggingface import owns, skeleton
+from taskferry.models.loaded import as_stored, device_named, to_device
+from taskferry.models.models import resolve
+from taskferry.objectives.generation import STAGE, Drawn, adapters_in, draw
+from taskferry.objectives.heads import has_text_tower
+from taskferry.objectives.preparation import Prepared, check_samples, prepare
 from taskferry.taskvector import TaskVector
 
 Settings = TransferSettings | FitSettings | PlanSettings

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from taskferry.checkpoints import Adapter, Loaded, Skeleton, load_model, read_adapter, write_adapter, write_model
-from taskferry.checkpoints.lowrank import compress
 from taskferry.choices import TEMPLATE, WRITTEN
+from taskferry.collect.device import wide
 from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import staged_folder
 from taskferry.engines.lazy import LazyModel
 from taskferry.errors import TaskferryError
-from taskferry.fitting.generation import Drawn
-from taskferry.fitting.models import wide
 from taskferry.integrations.hub import hub_id
 from taskferry.jobs.record import finish
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.timing import Timing
+from taskferry.layers.discovery import block_paths, find_sites
+from taskferry.models import Adapter, Loaded, Skeleton, load_model, read_adapter, write_adapter, write_model
+from taskferry.models.lowrank import compress
+from taskferry.objectives.generation import Drawn
 from taskferry.settings import ApplySettings, OutputSettings
-from taskferry.sites.discovery import block_paths, find_sites
 from taskferry.taskvector import Delta, LowRank, TaskVector, as_dense, match_names
 
 SLICE = 2**20  # numbers at a time

@@ -18,24 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from taskferry.calibration.batch import Batch, Calibration
+from taskferry.collect.capture import Side, collect
+from taskferry.collect.device import device_of
+from taskferry.collect.scale import EVALUATIONS, copied_bytes
+from taskferry.collect.statistics import BASE, Capture, Statistics
+from taskferry.data.batch import Batch, Calibration
 from taskferry.engines.blocks import BlockPair
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
-from taskferry.fitting.capture import Side, collect
-from taskferry.fitting.models import device_of
-from taskferry.fitting.objectives import ForwardOnly
-from taskferry.fitting.scale import EVALUATIONS, copied_bytes
-from taskferry.fitting.statistics import BASE, Capture, Statistics
 from taskferry.jobs.block_plan import LIBRARIES, plan_blocks
 from taskferry.jobs.cost import Plan, apply_cost, map_bytes, resident, size, sums_bytes
 from taskferry.jobs.device_plan import on_device
 from taskferry.jobs.machine import Machine
 from taskferry.jobs.settings import RefineSettings
-from taskferry.maths.sums import CrossCovariance
+from taskferry.layers.pairing import Pair
+from taskferry.linalg.sums import CrossCovariance
 from taskferry.methods import FOLDS, Cost, Job, Method
 from taskferry.methods.registry import without_move
-from taskferry.sites.pairing import Pair
+from taskferry.objectives.objectives import ForwardOnly
 from taskferry.taskvector import LowRank
 from taskferry.training.refinement import STAGE, Refinement
 

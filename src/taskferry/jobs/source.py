@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from taskferry.calibration.batch import Batch
-from taskferry.checkpoints import Tuned, is_adapter
-from taskferry.checkpoints.adapter_config import CONFIG
-from taskferry.checkpoints.models import resolve
+from taskferry.collect.scale import calibration_loss, moved_by
+from taskferry.data.batch import Batch
 from taskferry.disk.files import read_json
 from taskferry.engines.pair import ModelPair
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
-from taskferry.fitting.objectives import Classifier, Head
-from taskferry.fitting.scale import calibration_loss, moved_by
 from taskferry.integrations.hub import hub_id
+from taskferry.models import Tuned, is_adapter
+from taskferry.models.adapter_config import CONFIG
+from taskferry.models.models import resolve
+from taskferry.objectives.objectives import Classifier, Head
 from taskferry.taskvector import Delta, TaskVector
 
 if TYPE_CHECKING:

@@ -9,17 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from taskferry.checkpoints import Adapter, Tuned
-from taskferry.checkpoints.adapter_config import CONFIG
-from taskferry.checkpoints.conversion import peft_for
+from taskferry.collect.scale import ScaleCurve
 from taskferry.disk.staging import check_free
 from taskferry.engines.pair import ModelPair
 from taskferry.errors import TaskferryError
-from taskferry.fitting.generation import HALF
-from taskferry.fitting.objectives import Classifier, LanguageModel
-from taskferry.fitting.scale import ScaleCurve
-from taskferry.fitting.task_head import MovedHead, TaskHead
-from taskferry.fitting.teacher import check_whole
 from taskferry.jobs.answers import HeldOutAnswers, held_out_answers
 from taskferry.jobs.forecast import foretold
 from taskferry.jobs.opening import Opened, cut_line, opened
@@ -33,6 +26,13 @@ from taskferry.jobs.timing import Timing
 from taskferry.jobs.verdict import Judged, verdict
 from taskferry.methods import Job, Moved, find
 from taskferry.methods.registry import without_move
+from taskferry.models import Adapter, Tuned
+from taskferry.models.adapter_config import CONFIG
+from taskferry.models.conversion import peft_for
+from taskferry.objectives.generation import HALF
+from taskferry.objectives.objectives import Classifier, LanguageModel
+from taskferry.objectives.task_head import MovedHead, TaskHead
+from taskferry.objectives.teacher import check_whole
 from taskferry.taskvector import LazyDeltas, TaskVector
 from taskferry.training.lessons import Likeness, kind_of
 from taskferry.training.refinement import STAGE, Refined, least_of, refine

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from taskferry.checkpoints import by_reason
+from taskferry.collect.scale import ScaleCurve
 from taskferry.coverage import Coverage
-from taskferry.fitting.scale import ScaleCurve
 from taskferry.jobs.answers import HeldOutAnswers
 from taskferry.jobs.forecast import Forecast
 from taskferry.methods.registry import FEW, without_move
+from taskferry.models import by_reason
 from taskferry.taskvector import TaskVector
 from taskferry.training.refinement import Refined
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from taskferry.choices import DEFAULT_TOLERANCE
+from taskferry.collect.statistics import Capture
 from taskferry.errors import TaskferryError
-from taskferry.fitting.statistics import Capture
 from taskferry.methods import Job, MapRank, Moved, Needs, Shown, TableRow, Tolerance, method
 
 ROWS = (

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import torch
 
-from taskferry.checkpoints.lowrank import fresh
+from taskferry.collect.scale import ScaleCurve
 from taskferry.coverage import Coverage
-from taskferry.fitting.scale import ScaleCurve
 from taskferry.methods import Job, Moved, Needs, Shown, method
+from taskferry.models.lowrank import fresh
 from taskferry.taskvector import Delta, LowRank, TaskVector
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from taskferry.fitting.scale import EVALUATIONS
+from taskferry.collect.scale import EVALUATIONS
 from taskferry.methods import Cost, Job, Moved, Needs, Shown, TableRow, find, method, run
 from taskferry.training.lessons import VIEWS
 from taskferry.training.refinement import Refinement, refine

@@ -12,13 +12,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from taskferry.calibration.batch import Batch
+from taskferry.collect.capture import Loss
+from taskferry.collect.device import device_of, evaluating
+from taskferry.collect.scale import calibration_loss, moved_by
 from taskferry.coverage import Coverage
-from taskferry.fitting.capture import Loss
-from taskferry.fitting.models import device_of, evaluating
-from taskferry.fitting.objectives import Classifier, Objective
-from taskferry.fitting.scale import calibration_loss, moved_by
+from taskferry.data.batch import Batch
 from taskferry.methods import CannotMove, Cost, Job, Moved, Needs, Shown, TableRow, method, run
+from taskferry.objectives.objectives import Classifier, Objective
 from taskferry.taskvector import TaskVector
 from taskferry.training.finetuning import FineTuning, descend
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from taskferry.alignment import NO_CHANGE
-from taskferry.calibration.batch import Batch
+from taskferry.collect.capture import Loss
+from taskferry.collect.device import evaluating, place_of
 from taskferry.coverage import Coverage, Row
-from taskferry.fitting.capture import Loss
-from taskferry.fitting.models import evaluating, place_of
+from taskferry.data.batch import Batch
 from taskferry.methods import CannotMove, Job, Moved, Needs, Shown, TableRow, method, need_equal_shapes
 from taskferry.taskvector import Delta, TaskVector, as_dense
 

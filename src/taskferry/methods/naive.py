@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from taskferry.alignment import AlignedPair, Alignment
+from taskferry.collect.device import device_of
+from taskferry.collect.solve import router_map
 from taskferry.coverage import Coverage, Row
 from taskferry.engines.pair import ModelPair, parameter_reasons, shapes
-from taskferry.fitting.models import device_of
-from taskferry.fitting.solve import router_map
-from taskferry.maths.procrustes import Map
+from taskferry.linalg.procrustes import Map
 from taskferry.methods import Job, Moved, Needs, Shown, TableRow, method
 from taskferry.taskvector import Delta, LowRank, TaskVector
 

@@ -21,19 +21,19 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import ConfigDict, ValidationError, create_model
 from torch import nn
 
-from taskferry.calibration.batch import Calibration
 from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
+from taskferry.collect.scale import LARGEST, ROUNDS, START, ScaleCurve, choose_scale
+from taskferry.collect.solve import MapOptions
+from taskferry.collect.statistics import Capture, Tokens
+from taskferry.data.batch import Calibration
 from taskferry.engines.pair import CannotMove, ModelPair, Moved, Work, shapes
 from taskferry.engines.whole import WholePair, unchanged
 from taskferry.errors import TaskferryError
-from taskferry.fitting.defaults import AnyObjective
-from taskferry.fitting.scale import LARGEST, ROUNDS, START, ScaleCurve, choose_scale
-from taskferry.fitting.solve import MapOptions
-from taskferry.fitting.statistics import Capture, Tokens
-from taskferry.maths.sums import CrossCovariance
-from taskferry.sites import family_of
-from taskferry.sites.family import HEAD
-from taskferry.sites.pairing import Pair
+from taskferry.layers import family_of
+from taskferry.layers.family import HEAD
+from taskferry.layers.pairing import Pair
+from taskferry.linalg.sums import CrossCovariance
+from taskferry.objectives.defaults import AnyObjective
 from taskferry.taskvector import TaskVector
 
 STANDARD = "standard"  # effort: a method's own defaults

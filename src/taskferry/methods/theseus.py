@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from taskferry.choices import DEFAULT_TOLERANCE
-from taskferry.fitting.statistics import Capture
+from taskferry.collect.statistics import Capture
 from taskferry.methods import Job, MapRank, Moved, Needs, Shown, TableRow, Tolerance, method
 
 ROWS = (

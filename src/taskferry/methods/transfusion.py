@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from taskferry.alignment import NO_CHANGE
 from taskferry.coverage import Coverage, Row
+from taskferry.layers import family_of
+from taskferry.layers.discovery import find_sites
+from taskferry.layers.site import Site
 from taskferry.methods import CannotMove, Job, Moved, Needs, Shown, TableRow, method, need_equal_shapes
-from taskferry.sites import family_of
-from taskferry.sites.discovery import find_sites
-from taskferry.sites.site import Site
 from taskferry.taskvector import Delta, TaskVector, as_dense
 
 KNOWN = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.gate", "mlp.down", "patch", "proj", "pooler")

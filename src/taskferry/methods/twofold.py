@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
-from taskferry.calibration.augmentation import Views, are_images
-from taskferry.calibration.batch import Calibration
 from taskferry.choices import DEFAULT_TOLERANCE
+from taskferry.collect.scale import EVALUATIONS, ROUNDS, START
+from taskferry.collect.statistics import BASE, Capture, Point, Tokens
 from taskferry.coverage import Coverage
+from taskferry.data.augmentation import Views, are_images
+from taskferry.data.batch import Calibration
 from taskferry.errors import TaskferryError
-from taskferry.fitting.objectives import Classifier
-from taskferry.fitting.scale import EVALUATIONS, ROUNDS, START
-from taskferry.fitting.statistics import BASE, Capture, Point, Tokens
-from taskferry.maths.whitening import UnitRows, Whitened
+from taskferry.linalg.whitening import UnitRows, Whitened
 from taskferry.methods import FOLDS, Cost, Job, MapRank, Moved, Needs, Shown, TableRow, Tolerance, method
+from taskferry.objectives.objectives import Classifier
 from taskferry.taskvector import TaskVector
 
 PATCH = "a patch embedding: the target is better off with its own on the benchmarks (patches=true moves it)"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from taskferry.layers.family import split_path
 from taskferry.report.parts import Cell, Mark, Number, Table
-from taskferry.sites.family import split_path
 
 MARKS = {"moved": "●", "partly": "◐", "kept": "○"}
 Place = tuple[str, str, int]  # stack, role, block

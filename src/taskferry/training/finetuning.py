@@ -21,15 +21,15 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from taskferry.calibration.batch import Batch
+from taskferry.collect.capture import Loss
+from taskferry.collect.device import device_of
+from taskferry.data.batch import Batch
 from taskferry.disk.files import hash_parameters, open_safetensors, write_safetensors
 from taskferry.display.bars import Tell, told
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.pool import Data, LazyBatches
 from taskferry.evaluation.scoring import evaluate
-from taskferry.fitting.capture import Loss
-from taskferry.fitting.models import device_of
-from taskferry.fitting.objectives import Classifier, NewHead, Objective
+from taskferry.objectives.objectives import Classifier, NewHead, Objective
 from taskferry.settings import Settings
 
 CHECKPOINT, KIND = "checkpoint.safetensors", "taskferry-finetuning"

@@ -18,18 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from taskferry.calibration.augmentation import Views
-from taskferry.calibration.batch import IGNORED, Batch, Calibration
-from taskferry.calibration.vocabulary import translation
+from taskferry.collect.capture import Loss
+from taskferry.collect.device import device_of, evaluating
+from taskferry.collect.scale import moved_by
+from taskferry.data.augmentation import Views
+from taskferry.data.batch import IGNORED, Batch, Calibration
+from taskferry.data.vocabulary import translation
 from taskferry.disk.files import hash_tensor
 from taskferry.engines.pair import ModelPair
 from taskferry.errors import TaskferryError
-from taskferry.fitting.capture import Loss
-from taskferry.fitting.language import expected, is_sequence_to_sequence, logits_at, words_of
-from taskferry.fitting.models import device_of, evaluating
-from taskferry.fitting.objectives import Classifier, Head, LanguageModel, Logits, Objective
-from taskferry.fitting.scale import moved_by
-from taskferry.sites import family_of
+from taskferry.layers import family_of
+from taskferry.objectives.language import expected, is_sequence_to_sequence, logits_at, words_of
+from taskferry.objectives.objectives import Classifier, Head, LanguageModel, Logits, Objective
 from taskferry.taskvector import TaskVector
 
 WORDS = 64  # of the teacher's distribution over the next token: the most likely

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from taskferry.calibration.augmentation import are_images
-from taskferry.calibration.batch import Batch, Calibration
+from taskferry.collect.device import evaluating
+from taskferry.collect.scale import calibration_loss, moved_by
+from taskferry.data.augmentation import are_images
+from taskferry.data.batch import Batch, Calibration
 from taskferry.engines.pair import ModelPair
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.pool import LazyBatches
-from taskferry.fitting.models import evaluating
-from taskferry.fitting.objectives import LanguageModel, Objective
-from taskferry.fitting.scale import calibration_loss, moved_by
+from taskferry.objectives.objectives import LanguageModel, Objective
 from taskferry.settings import Settings
 from taskferry.taskvector import TaskVector, as_dense
 from taskferry.training.finetuning import Diverged, FineTuning, finetune

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from taskferry.checkpoints import Skeleton, write_adapter
-from taskferry.checkpoints.conversion import peft_for
-from taskferry.checkpoints.expert_adapters import unstacked, wrapped
+from taskferry.models import Skeleton, write_adapter
+from taskferry.models.conversion import peft_for
+from taskferry.models.expert_adapters import unstacked, wrapped
 from taskferry.taskvector import Delta, LowRank, TaskVector
 
 Result = Callable[[], TaskVector]

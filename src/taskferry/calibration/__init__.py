@@ -1,6 +1,0 @@
-"""Calibration: what both models are shown, and the loss whose gradient is taken."""
-
-from taskferry.calibration.batch import Batch, Calibration
-from taskferry.calibration.builders import image_calibration, text_calibration
-
-__all__ = ["Batch", "Calibration", "image_calibration", "text_calibration"]

@@ -1,0 +1,20 @@
+"""Models, adapters and outputs on disk. Nothing here runs a model."""
+
+from taskferry.models.adapters import Adapter, Skeleton, is_adapter, read_adapter, write_adapter
+from taskferry.models.loaded import Loaded
+from taskferry.models.models import Tuned, by_reason, load_model, load_pair, load_tuned, write_model
+
+__all__ = [
+    "Adapter",
+    "Loaded",
+    "Skeleton",
+    "Tuned",
+    "by_reason",
+    "is_adapter",
+    "load_model",
+    "load_pair",
+    "load_tuned",
+    "read_adapter",
+    "write_adapter",
+    "write_model",
+]

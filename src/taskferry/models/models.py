@@ -1,0 +1,234 @@
+"""Loading and writing models: Hugging Face folders and hub ids, timm folders, OpenCLIP names and folders.
+
+    >>> A = load_model("path/or/hub-id@revision")
+    >>> tau = load_tuned("path/to/tuned", A).tau
+    >>> write_model(B, moved, folder)
+
+Each format is one file beside this one: `owns`, `load`, `write`, `tokenizer`, `image_transform`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from taskferry.disk.files import is_finite, nearest
+from taskferry.errors import TaskferryError
+from taskferry.models import gguf, huggingface, openclip, timm
+from taskferry.models.adapters import Adapter, Skeleton, in_body, is_adapter, read_adapter
+from taskferry.models.conversion import is_lora, read_converted
+from taskferry.models.expert_adapters import alike
+from taskferry.models.loaded import BUFFER, Loaded, to_device
+from taskferry.models.quantised import same_form, traces
+from taskferry.models.states import is_state_file, read_state
+from taskferry.models.vocabulary import resized
+from taskferry.taskvector import Delta, TaskVector, is_task_vector, match_names
+
+_FORMATS: tuple[ModuleType, ...] = (openclip, timm, huggingface, gguf)
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+def load_model(
+    given: str | Path,
+    *,
+    like: nn.Module | None = None,
+    architecture: str | None = None,
+    image_size: int | None = None,
+    dtype: str = "float32",
+) -> Loaded:
+    """A model, frozen and in eval mode; `like` asks for the class of another model (a base's).
+
+    `dtype` is the precision of its weights: float32, bfloat16, float16, or auto for the stored one.
+    `architecture` names a class of transformers where it is not the folder's own: T5EncoderModel for a whole T5.
+    `image_size` lets a timm model read images of another size.
+    """
+    given = str(given)
+    where = resolve(given)
+    for kind in _FORMATS:
+        if kind.owns(where):
+            wishes = {"architecture": (architecture, huggingface), "image_size": (image_size, timm)}
+            more = {name: value for name, (value, _) in wishes.items() if value is not None}
+            for name in more:
+                if wishes[name][1] is not kind:
+                    raise TaskferryError(
+                        f"{given}: {name} is for {wishes[name][1].__name__.split('.')[-1]} models alone"
+                    )
+            # What the files do not hold (a new head) is made by chance: the same whenever a model is loaded.
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(0)
+                model, folder, absent, extra = kind.load(where, like, dtype=dtype, **more)
+            for name, parameter in model.named_parameters():
+                if not is_finite(parameter):
+                    raise TaskferryError(f"{given}: {name} holds numbers that are not finite: it is damaged")
+            return Loaded(model.eval().requires_grad_(False), given, folder, kind, frozenset(absent), extra, dtype)
+    raise TaskferryError(
+        f"{given} is not a model folder: give one with config.json (Hugging Face, timm) or open_clip_config.json, a "
+        "hub id, a .gguf file, or openclip:NAME:CHECKPOINT"
+    )
+
+
+def resolve(given: str) -> str:
+    """A path that exists, an openclip: name, or the local folder of a hub id."""
+    if given.startswith("openclip:") or Path(given).exists():
+        return given
+    if _HUB_ID.fullmatch(given) and not given.startswith((".", "/")):
+        return huggingface.download(given)
+    raise TaskferryError(f"{given} does not exist{nearest(given)}")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a fine-tune changed, and the adapter that it came as, if it did."""
+
+    tau: TaskVector
+    adapter: Adapter | None = None
+    ignored: Mapping[str, str] = field(default_factory=dict)  # what it holds beside changes of the base
+    given: str = ""  # what the user wrote
+    unread: frozenset[str] = frozenset()  # of those, what a model of the base's class has no use for
+
+    @property
+    def beside(self) -> dict[str, str]:
+        """What makes it another model than base + τ, and why that is not in τ."""
+        return {name: why for name, why in self.ignored.items() if name not in self.unread}
+
+    def add_to(self, model: nn.Module, scale: float = 1.0) -> dict[str, str]:
+        """Change a base model; a head that was saved beside an adapter is put in its place, all of it or nothing.
+
+        What is left, and why.
+        """
+        self.tau.add_to(model, scale=scale)
+        saved, own = {} if self.adapter is None else self.adapter.saved, dict(model.named_parameters())
+        if any(name not in own or own[name].shape != tensor.shape for name, tensor in saved.items()):
+            return self.beside
+        for name, tensor in saved.items():
+            own[name].data.copy_(tensor)
+        return {name: why for name, why in self.beside.items() if name not in saved}
+
+
+def by_reason(left: Mapping[str, str], what: str = "did not move") -> list[str]:
+    """What is left of a fine-tune: a line for each reason, with the first names."""
+    lines = []
+    for reason in dict.fromkeys(left.values()):
+        names = [name for name, why in left.items() if why == reason]
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        lines.append(f"{', '.join(names[:2])}{more} of the fine-tune {what}: {reason}")
+    return lines
+
+
+def load_pair(source: str, target: str, devices: tuple[str, str], dtype: str = "float32") -> tuple[Loaded, Loaded]:
+    """Both models of a job, on their devices."""
+    pair = load_model(source, dtype=dtype), load_model(target, dtype=dtype)
+    for loaded, device in zip(pair, devices, strict=True):
+        to_device(loaded, device)
+    return pair
+
+
+def load_tuned(given: str | Path, base: Loaded) -> Tuned:
+    """τ of a tuned model, a PEFT LoRA adapter, a state file or a saved task vector, on the given base.
+
+    The first two are a folder or a hub id: only what the hub gives says which.
+    """
+    given = str(given)
+    path = Path(resolve(given))
+    if is_adapter(path):
+        lora = is_lora(path)
+        adapter = read_adapter(path, Skeleton.of(base.model)) if lora else read_converted(path, base.model)
+        return Tuned(adapter.tau, adapter, adapter.ignored, given)
+    if path.is_file() and not gguf.owns(str(path)):
+        if path.suffix == ".safetensors" and is_task_vector(path):
+            return Tuned(TaskVector.load(path), given=given)
+        if is_state_file(path):
+            same_form((base.given, base.extra.get("quantised")), (given, None))
+            return _from_state(path, _stored(base))
+        raise TaskferryError(f"{given} is no tuned model: a folder, a .safetensors or a .pt state file is needed")
+    precision = "float32" if base.precision == "float32" else "auto"
+    tuned = load_model(given, like=base.model, image_size=base.extra.get("image_size"), dtype=precision)
+    same_form(*((each.given, each.extra.get("quantised")) for each in (base, tuned)))
+    if type(tuned.model) is not type(base.model):
+        raise TaskferryError(
+            f"{given} is a {type(tuned.model).__name__}, the base a {type(base.model).__name__}: give the base model "
+            "that was tuned"
+        )
+    stored = _stored(base)
+    after, before = (dict(m.named_parameters()) for m in (tuned.model, stored))
+    shared = {n for n in before if n in after and n not in base.absent and n not in tuned.absent}
+    reshaped = {n for n in shared if before[n].shape != after[n].shape}
+    tokens = resized(base.model, {name: tuple(parameter.shape) for name, parameter in after.items()})
+    # Heads may differ, they are never moved, and tokens may have been added; a block or another embedding that differs
+    # means another base.
+    lost = sorted(n for n in ((set(before) - shared - base.absent) | reshaped) - tokens.keys() if in_body(n))
+    strange = sorted(n for n in set(after) - set(before) if in_body(n))
+    if lost or strange:
+        raise TaskferryError(
+            f"{given} lacks {len(lost)} parameters of the base and has {len(strange)} others "
+            f"({', '.join([*lost, *strange][:3])} …): give the base model that was tuned"
+        )
+    keep = shared - reshaped
+    tau = TaskVector.between({n: before[n] for n in before if n in keep}, {n: after[n] for n in keep})
+    unread = tuned.extra.get("unexpected", ())
+    heads = [*unread, *sorted(set(after) - set(before)), *sorted(reshaped)]
+    ignored = dict.fromkeys(heads, "a task head that the base does not have in this form") | tokens
+    buffers = dict(tuned.model.named_buffers())
+    differ = [n for n, b in stored.named_buffers() if n in buffers and not torch.equal(b, buffers[n].to(b))]
+    return Tuned(tau, None, ignored | dict.fromkeys(differ, BUFFER), given, frozenset(unread))
+
+
+def _stored(base: Loaded) -> nn.Module:
+    """The base with the digits that are stored: a fine-tune changes what rounding to half precision would hide."""
+    if base.exact:
+        return base.model
+    return load_model(base.given, like=base.model, image_size=base.extra.get("image_size"), dtype="auto").model
+
+
+def write_model(target: Loaded, tau: TaskVector, folder: Path) -> None:
+    """The target with τ added, in the target's own format, precision and shards."""
+    target.format.write(target, tau, folder)
+
+
+def _from_state(path: Path, base: nn.Module) -> Tuned:
+    """A state file may hold only what was trained; what it holds must fit the base."""
+    state = read_state(path)
+    small = [name for name, tensor in state.items() if tensor.is_floating_point() and tensor.dtype.itemsize < 2]
+    if (strange := next(iter([*small, *traces(state)]), None)) is not None:
+        raise TaskferryError(
+            f"{path}: {strange} is quantised, and a file of weights does not say how: give the 16-bit weights, or a "
+            "folder with its config.json"
+        )
+    parameters = dict(base.named_parameters())
+    deltas: dict[str, Delta] = {}
+    fitting = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
+    try:
+        names = match_names([n for n in fitting if _known(n, parameters)], parameters)
+    except TaskferryError as error:
+        raise TaskferryError(f"{path}: {error}") from error
+    if not names:
+        raise TaskferryError(f"{path} and the base have no parameter in common: give the base model that was tuned")
+    tokens = resized(base, {base_name: tuple(fitting[name].shape) for name, base_name in names.items()})
+    for name, base_name in names.items():
+        before, after = parameters[base_name].detach(), fitting[name]
+        if base_name in tokens:
+            continue
+        if before.shape != after.shape:
+            raise TaskferryError(
+                f"{path}: {name} is {tuple(after.shape)}, the base has {tuple(before.shape)}: "
+                "give the base model that was tuned"
+            )
+        if not is_finite(after):
+            raise TaskferryError(f"{path}: {name} holds numbers that are not finite: it is damaged")
+        change: Tensor = after.to(before.device, torch.promote_types(before.dtype, torch.float32)) - before
+        if bool(change.any()):
+            deltas[base_name] = change
+    shared = {name for name, _ in base.named_parameters(remove_duplicate=False)} - parameters.keys()
+    unread = frozenset(n for n in state if n not in names and not any(alike(n, name) for name in shared))
+    ignored = dict.fromkeys((n for n in state if n in unread), "the base has no such parameter") | tokens
+    return Tuned(TaskVector(deltas), None, ignored, str(path), unread)
+
+
+def _known(name: str, parameters: dict[str, nn.Parameter]) -> bool:
+    return name in parameters or any(alike(name, known) for known in parameters)
