@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from taskferry import Alignment
 from taskferry.models import load_model, load_tuned
-from tests.helpers import folders, gguf_files, quantised
+from tests.helpers import folders, quantised
 from tests.helpers.classes import CLASSES, Class
 from tests.helpers.command import Ran, taskferry
 from tests.helpers.often import often
@@ -295,15 +295,8 @@ def test_forms_of_a_full_fine_tune(form: str, world: Path) -> None:
 
 def scaled(world: Path) -> tuple[str, str]:
     for name in ("a", "b"):
-        quantised.fp8(world / name, world / f"{name}-fp8")
+        quantised.fp8(world / name, world / f"{name}-fp8", (4, 8))
     return "a-fp8", "b-fp8"
-
-
-def llama_cpp(world: Path) -> tuple[str, str]:
-    (world / "files").mkdir()
-    folders.causal(world / "wide", "LlamaForCausalLM", 32, 3, 2, kind="bytes")
-    gguf_files.written(world / "wide", world / "files" / "b.gguf")
-    return "a", "files/b.gguf"
 
 
 def named(method: str) -> Callable[[Path], tuple[str, str]]:
@@ -317,11 +310,8 @@ def named(method: str) -> Callable[[Path], tuple[str, str]]:
 
 BASES: dict[str, Callable[[Path], tuple[str, str]]] = {
     "FP8 with scales": scaled,
-    "GGUF (a `.gguf` file of llama.cpp)": llama_cpp,
     "GPTQ": named("gptq"),
     "AWQ": named("awq"),
-    "torchao": named("torchao"),
-    "Quanto": named("quanto"),
 }
 
 

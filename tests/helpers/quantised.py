@@ -57,13 +57,6 @@ def fp8(folder: Path, out: Path, block: tuple[int, int] = (16, 16)) -> tuple[Pat
     return configured(folder, out, form, stored), configured(folder, out.with_name(f"{out.name}-plain"), None, plain)
 
 
-def compressed(kind: str, strategy: str, bits: str) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": bits, "strategy": strategy, "symmetric": bits == "float"}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {"quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "ignore": ["lm_head"]}  # fmt: skip
-
-
 def transfer(world: Path, source: Path, tuned: Path, target: Path, out: Path, *more: object, code: int = 0) -> Ran:
     return taskferry("transfer", "--source-base", source, "--source-tuned", tuned, "--target-base", target,
                      "--calibration", world / "prompts.jsonl", "--samples", 8, "--scale", 0.5, "--method", "bico",

@@ -69,11 +69,11 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
             raise TaskferryError(f"{path / 'taskferry.json'} is no record of taskferry: {error!r}") from error
     from taskferry.alignment import Alignment, is_alignment  # a record needs no torch
     from taskferry.layers.discovery import find_sites
-    from taskferry.models import gguf, is_adapter, load_model
+    from taskferry.models import is_adapter, load_model
     from taskferry.models.models import resolve
     from taskferry.taskvector import TaskVector, is_task_vector
 
-    if path.is_file() and not gguf.owns(given):
+    if path.is_file():
         if is_task_vector(path):
             tau = TaskVector.load(path)
             return f"task vector: {len(tau)} changed parameters, norm {tau.norm():.4g}", _changes(tau)

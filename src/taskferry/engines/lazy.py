@@ -32,8 +32,6 @@ from taskferry.errors import TaskferryError
 from taskferry.models import Loaded, huggingface
 from taskferry.models.folders import INDEX, tensor_files
 from taskferry.models.loaded import BUFFER, as_stored
-from taskferry.models.quantised import by_blocks, form_of, same_form, write_plain
-from taskferry.models.scales import Scales
 from taskferry.models.vocabulary import resized
 from taskferry.taskvector import LazyDeltas, TaskVector, as_dense, match_names
 
@@ -50,15 +48,17 @@ class LazyModel:
         # One block more on the host: not where the host's memory is the one that is short.
         self.reads_ahead = self.device.type != "cpu"
         self._coming: dict[str, Future[dict[str, Tensor]]] = {}  # what is being read, by parameter
-        self.form = form_of(folder)
-        by_blocks(given, self.form)
+        if (form := huggingface.quantised(folder)) is not None:
+            raise TaskferryError(
+                f"{given} is stored in {form}, which block by block does not read: use --engine whole, or "
+                f"{huggingface.ORIGINAL}"
+            )
         self.model, self.dtype = huggingface.skeleton(folder)
         self.precision = as_stored(precision, self.dtype)  # of the weights while they are in memory
         self.files = tensor_files(folder)
         if not self.files:
             raise TaskferryError(f"{folder} has no safetensors files: block by block needs them")
-        self.scales = Scales(self.form, self.files)
-        self.extra: dict[str, Any] = {"dtype": self.dtype, "quantised": self.form and self.form.says}
+        self.extra: dict[str, Any] = {"dtype": self.dtype}
         self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         try:
             self.stored = match_names(self.shapes, self.files)  # parameter -> name in the checkpoint
@@ -116,7 +116,7 @@ class LazyModel:
         return [name for name in self.shapes if not name.startswith(inside)]
 
     def read(self, names: Iterable[str], dtype: torch.dtype | None = torch.float32) -> Iterator[tuple[str, Tensor]]:
-        """Parameters as they are stored (quantised ones in float32), or in another precision; changes are added."""
+        """Parameters as they are stored, or in another precision; changes are added."""
         for name, stored, own in self._stored_values(names):
             # A copy in any case: nothing may point into the mapped file.
             value = stored.to(dtype or stored.dtype, copy=not own)
@@ -146,8 +146,7 @@ class LazyModel:
             try:
                 with safe_open(str(path), framework="pt") as file:
                     for name in inside:
-                        stored: Tensor = file.get_tensor(self.stored[name])
-                        tensor = self.scales.restore(self.stored[name], stored)
+                        tensor: Tensor = file.get_tensor(self.stored[name])
                         if not is_finite(tensor):
                             raise TaskferryError(f"{path}: {name} holds numbers that are not finite: it is damaged")
                         yield name, tensor
@@ -210,26 +209,20 @@ class LazyModel:
         parts = [part for part in (*parts, self.buffers) if part]
         for number, names in enumerate(parts, 1):
             file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-            tensors = {self.stored[name]: value for name, value in moved.as_written(names)}
+            tensors = {self.stored[name]: value for name, value in moved.read(names, dtype=None)}
             write_plain_safetensors(folder / file, tensors)
             shards |= dict.fromkeys(tensors, file)
             total += sum(value.nbytes for value in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shards.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         huggingface.copy_side_files(self.folder, folder)
-        write_plain(folder, self.dtype)
-
-    def as_written(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Parameters in the precision they are stored in, quantised ones in that of the model."""
-        for name, value in self.read(names, dtype=None):
-            yield name, value.to(self.dtype) if self.scales.has_scale(self.stored[name]) else value
 
     def check(self, folder: Path, tau: TaskVector) -> None:
         """Read what was written, one parameter at a time, and compare it with what was meant."""
         written = LazyModel(str(folder), folder)
         meant = self.plus(tau)
         for name in (*self.shapes, *self.buffers):
-            found, value = (next(model.as_written([name]))[1] for model in (written, meant))
+            found, value = (next(model.read([name], dtype=None))[1] for model in (written, meant))
             if found.dtype != value.dtype or not torch.equal(found, value):
                 raise TaskferryError(f"{name} was not written as it was meant: nothing was kept")
 
@@ -274,7 +267,6 @@ class Difference(LazyDeltas):
     """tuned − base of two models on disk."""
 
     def __init__(self, base: LazyModel, tuned: LazyModel) -> None:
-        same_form((base.given, base.extra["quantised"]), (tuned.given, tuned.extra["quantised"]))
         self.left_out = resized(base.model, tuned.shapes)
         both = (tuned.shapes, base.shapes)
         differing = {n for n in both[0].keys() | both[1].keys() if both[0].get(n) != both[1].get(n)}

@@ -91,7 +91,7 @@ def _changed(target: Loaded | LazyModel, tau: TaskVector) -> Iterator[tuple[Tens
     """The target's own numbers as they are written, with the change of each."""
     if isinstance(target, LazyModel):
         for name, delta in tau.deltas.items():
-            yield next(target.as_written([name]))[1], delta
+            yield next(target.read([name], dtype=None))[1], delta
         return
     base = dict(target.model.named_parameters())
     names = match_names(tau.deltas, base)

@@ -48,6 +48,8 @@ def with_base(settings: S) -> S:
     named = base_of(folder)
     if named is None:
         raise TaskferryError(f"{missing}: {folder / CONFIG} names no base_model_name_or_path; {needed}")
+    if _COPY.search(named.casefold()):
+        raise TaskferryError(f"{missing}: {given} names {named}, a quantised copy; give the 16-bit original of it")
     try:
         resolve(named)
     except TaskferryError as error:

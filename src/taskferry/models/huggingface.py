@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from taskferry.choices import WRITTEN
@@ -18,24 +19,16 @@ from taskferry.disk.files import read_json
 from taskferry.errors import TaskferryError, first_line
 from taskferry.models.folders import check_folder, check_inside
 from taskferry.models.loaded import Loaded, as_stored
-from taskferry.models.quantised import (
-    ORIGINAL,
-    Form,
-    check_names,
-    check_plain,
-    form_of,
-    traces,
-    without_form,
-    write_plain,
-)
-from taskferry.models.quantised_libraries import plain_skeleton, state_by_library
-from taskferry.models.scales import restored_state
 from taskferry.taskvector import TaskVector
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.index.json", "*.gguf")
 _OURS = ("README.md", "taskferry.json", "taskferry.yaml", WRITTEN)  # of an output
 MOST_LAYERS = 1000
 _DEPTHS = ("layer", "layers")  # how settings that count layers end: n_layer, num_hidden_layers
+ORIGINAL = "give the 16-bit model that it was made from"
+# By quant_method: forms that transformers makes plain weights of while it loads, on any machine.
+_DEQUANTISED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+_EIGHT_BITS = ("F8", "F4", "I8", "U8")  # how such kinds of numbers begin in safetensors
 _TEXT = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
@@ -57,9 +50,7 @@ def download(given: str) -> str:
     except Exception as error:  # the hub client raises many kinds; all mean that the model cannot be had
         reason = str(error).strip().splitlines()[0]
         raise TaskferryError(f"{given} is neither a folder nor a model that the hub gives: {reason}") from error
-    raise TaskferryError(
-        f"{given} has no weights as safetensors or .bin; of GGUF files, download one and give its path"
-    )
+    raise TaskferryError(f"{given} has no weights as safetensors or .bin: {ORIGINAL}")
 
 
 def load(
@@ -72,7 +63,7 @@ def load(
     if architecture is not None and not hasattr(transformers, architecture):
         raise TaskferryError(f"transformers has no class '{architecture}'")
     named, stored = _class_and_precision(transformers, folder, architecture)
-    form = form_of(folder)
+    form = quantised(folder)
     precision = dtype if form is None else as_stored(dtype, stored)
     wanted: Any = named if like is None else type(like)
     try:
@@ -84,7 +75,7 @@ def load(
         raise TaskferryError(
             f"{folder} is a {named.__name__}, the base a {wanted.__name__}: give the base model that was tuned"
         ) from error
-    extra = {"unexpected": sorted(info["unexpected_keys"]), "dtype": stored, "quantised": form and form.says}
+    extra = {"unexpected": sorted(info["unexpected_keys"]), "dtype": stored, "quantised": form}
     return model, folder, set(info["missing_keys"]), extra
 
 
@@ -98,9 +89,11 @@ def skeleton(folder: Path, *, weights: bool = True) -> tuple[nn.Module, torch.dt
     cls, stored = _class_and_precision(transformers, folder)
     try:
         _check_folder_size(cls, folder, weights)
+        if weights:
+            _check_stored(folder)
         with accelerate.init_empty_weights(include_buffers=False):  # rotary tables are buffers
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            model = cls._from_config(without_form(config))
+            model = cls._from_config(_plain(config))
         model.tie_weights()
     except TaskferryError:
         raise
@@ -147,17 +140,19 @@ def write(target: Loaded, tau: TaskVector, folder: Path) -> None:
     """Like the target's folder: its precision, shard size, configuration, tokenizer, processor."""
     if target.folder is None:
         raise ValueError("a Hugging Face model has a folder")
-    quantised = form_of(target.folder) is not None
-    model, _ = _from_pretrained(type(target.model), target.folder, torch.float32 if quantised else "auto")
+    form = quantised(target.folder)
+    model, _ = _from_pretrained(type(target.model), target.folder, "auto" if form is None else torch.float32)
     tau.add_to(model)
-    if quantised:  # rounded once, with the change
+    if form is not None:  # rounded once, with the change
         model.to(target.extra["dtype"])
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in target.absent}
     shards = sorted(target.folder.glob("*-of-*.safetensors")) or sorted(target.folder.glob("*-of-*.bin"))
     size = max(file.stat().st_size for file in shards) if shards else 50 * 10**9
-    model.save_pretrained(folder, state_dict=state, max_shard_size=size)  # type: ignore[operator]
+    # The original format of a quantised model is quantised.
+    model.save_pretrained(folder, state_dict=state, max_shard_size=size, save_original_format=form is None)
     copy_side_files(target.folder, folder)
-    write_plain(folder, target.extra["dtype"])
+    if form is not None:
+        model.config.save_pretrained(folder)  # without a word on how the target is stored
 
 
 def copy_side_files(source: Path, folder: Path) -> None:
@@ -244,21 +239,19 @@ def _class_and_precision(transformers: Any, folder: Path, architecture: str | No
     ):
         raise TaskferryError(f"{folder} names the class {name!r}, which is not a model class of transformers")
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
-    if form_of(folder) is not None and stored not in (torch.float32, torch.float16):
+    if quantised(folder) is not None and stored not in (torch.float32, torch.float16):
         return cls, torch.bfloat16  # what quantised weights are computed in
     return cls, stored if isinstance(stored, torch.dtype) else torch.float32
 
 
-def _from_pretrained(cls: Any, folder: Path, dtype: torch.dtype | str) -> tuple[nn.Module, dict[str, Any]]:
+def _from_pretrained(cls: Any, folder: Path, dtype: torch.dtype | str) -> tuple[Any, dict[str, Any]]:
     try:
         _check_folder_size(cls, folder)
-        form = form_of(folder)
-        if form is None:
-            check_plain(folder)
-            where, more = folder, {"local_files_only": True, "trust_remote_code": False}
-        else:
-            where, more = None, _dequantised(cls, folder, form)
-        model, info = cls.from_pretrained(where, dtype=dtype, output_loading_info=True, **more)
+        _check_stored(folder)
+        form, how = quantised(folder), {"local_files_only": True, "trust_remote_code": False}
+        if form is not None:
+            how["quantization_config"] = getattr(imported("transformers"), _DEQUANTISED[form])(dequantize=True)
+        model, info = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, **how)
     except TaskferryError:
         raise
     except pickle.UnpicklingError as error:
@@ -271,20 +264,66 @@ def _from_pretrained(cls: Any, folder: Path, dtype: torch.dtype | str) -> tuple[
                 f"{folder} does not have the shape of a {cls.__name__} of that base: give the base model that was tuned"
             ) from error
         raise TaskferryError(f"{folder} does not load as {cls.__name__}: {first_line(error)}") from error
-    if form is None:
-        check_names(folder, traces(info["unexpected_keys"]))
-    elif lost := sorted(name for name in info["missing_keys"] if any(part.isdigit() for part in name.split("."))):
-        raise TaskferryError(f"{folder}: nothing in its files, {form.says}, is the weight of {lost[0]}: {ORIGINAL}")
+    # A weight that is missing beside others of its module is there in another form, quantised in some way.
+    other = (
+        n for n in info["unexpected_keys"] for m in info["missing_keys"] if n.startswith(m.rpartition(".")[0] + ".")
+    )
+    if (found := next(other, None)) is not None:
+        raise TaskferryError(f"{folder} holds {found} in place of plain weights: {ORIGINAL}")
     if all(name in info["missing_keys"] for name, _ in model.named_parameters()):
         raise TaskferryError(f"{folder} holds no parameter of a {cls.__name__}: its configuration is of another model")
     return model, info
 
 
-def _dequantised(cls: Any, folder: Path, form: Form) -> dict[str, Any]:
-    """What a plain model of the class is made from."""
-    config = imported("transformers").AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    state = restored_state(folder, form) if form.library is None else state_by_library(cls, folder, form)
-    return {"config": without_form(config), "state_dict": state}
+def quantised(folder: Path) -> str | None:
+    """Read how the weights of a folder are quantised; None for plain weights, refused where they cannot be read."""
+    found = _quantisation(folder)
+    if not found:
+        return None
+    packed = found.get("load_in_4bit") or found.get("load_in_8bit")
+    method = "bitsandbytes" if packed else str(found.get("quant_method"))[:60]
+    if method not in _DEQUANTISED:
+        raise TaskferryError(f"{folder} is quantised with {method}, which cannot be read here: {ORIGINAL}")
+    return method
+
+
+def _quantisation(folder: Path) -> dict[str, Any]:
+    """What a configuration, or a part of it, says of quantised weights."""
+    config = read_json(folder / "config.json")
+    parts = (config, *(part for part in config.values() if isinstance(part, dict)))
+    found = [part[key] for part in parts for key in ("quantization_config", "compression_config") if part.get(key)]
+    if found and not isinstance(found[0], dict):
+        raise TaskferryError(f"{folder / 'config.json'}: its quantization_config is no table: it is damaged")
+    return found[0] if found else {}
+
+
+def _check_stored(folder: Path) -> None:
+    """Refuse weights of 8 bits without scales, and blocks cut at an edge, which transformers would spread wrongly."""
+    block = _quantisation(folder).get("weight_block_size") or [1, 1]
+    kinds: dict[str, tuple[str, list[int]]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                kinds |= {name: (str(each.get_dtype()), each.get_shape()) for name, each in slices.items()}
+        except (SafetensorError, OSError):
+            continue  # whoever reads it says what is wrong
+    for name, (kind, shape) in kinds.items():
+        if not kind.startswith(_EIGHT_BITS) or not name.endswith(("weight", "proj")):
+            continue
+        if quantised(folder) is None or f"{name}_scale_inv" not in kinds:
+            raise TaskferryError(f"{folder} holds {name} in 8 bits without a scale that is explained: {ORIGINAL}")
+        steps = zip(shape, block, strict=False) if isinstance(block, list) else [(1, 0)]
+        if not all(isinstance(step, int) and step > 0 and size % step == 0 for size, step in steps):
+            raise TaskferryError(f"{folder} holds {name} in blocks that its shape {shape} cuts: {ORIGINAL}")
+
+
+def _plain(config: Any) -> Any:
+    """A configuration of transformers without what says how weights are quantised."""
+    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    return config
 
 
 def check_size(cls: Any, config: Any, place: Path, held: int | None) -> None:
@@ -294,7 +333,9 @@ def check_size(cls: Any, config: Any, place: Path, held: int | None) -> None:
         raise TaskferryError(f"{place}: {deep[0]} is beyond {MOST_LAYERS}: the configuration is damaged")
     if held is None:
         return
-    needed = sum(parameter.numel() for parameter in plain_skeleton(cls, config).parameters())
+    with torch.device("meta"):
+        empty: nn.Module = (getattr(cls, "_from_config", None) or cls.from_config)(_plain(config))
+    needed = sum(parameter.numel() for parameter in empty.parameters())
     if needed > 16 * held + 2**20:  # four-bit weights, a new head
         raise TaskferryError(
             f"{place} is of a model of {needed:,} numbers, its weights have {held:,} bytes: they do not belong together"

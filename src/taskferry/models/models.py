@@ -20,17 +20,16 @@ from torch import Tensor, nn
 
 from taskferry.disk.files import is_finite, nearest
 from taskferry.errors import TaskferryError
-from taskferry.models import gguf, huggingface, openclip, timm
+from taskferry.models import huggingface, openclip, timm
 from taskferry.models.adapters import Adapter, Skeleton, in_body, is_adapter, read_adapter
 from taskferry.models.conversion import is_lora, read_converted
 from taskferry.models.expert_adapters import alike
 from taskferry.models.loaded import BUFFER, Loaded, to_device
-from taskferry.models.quantised import same_form, traces
 from taskferry.models.states import is_state_file, read_state
 from taskferry.models.vocabulary import resized
 from taskferry.taskvector import Delta, TaskVector, is_task_vector, match_names
 
-_FORMATS: tuple[ModuleType, ...] = (openclip, timm, huggingface, gguf)
+_FORMATS: tuple[ModuleType, ...] = (openclip, timm, huggingface)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
@@ -69,7 +68,7 @@ def load_model(
             return Loaded(model.eval().requires_grad_(False), given, folder, kind, frozenset(absent), extra, dtype)
     raise TaskferryError(
         f"{given} is not a model folder: give one with config.json (Hugging Face, timm) or open_clip_config.json, a "
-        "hub id, a .gguf file, or openclip:NAME:CHECKPOINT"
+        "hub id, or openclip:NAME:CHECKPOINT"
     )
 
 
@@ -140,16 +139,16 @@ def load_tuned(given: str | Path, base: Loaded) -> Tuned:
         lora = is_lora(path)
         adapter = read_adapter(path, Skeleton.of(base.model)) if lora else read_converted(path, base.model)
         return Tuned(adapter.tau, adapter, adapter.ignored, given)
-    if path.is_file() and not gguf.owns(str(path)):
+    if path.is_file():
         if path.suffix == ".safetensors" and is_task_vector(path):
             return Tuned(TaskVector.load(path), given=given)
         if is_state_file(path):
-            same_form((base.given, base.extra.get("quantised")), (given, None))
+            _same_form(base, given, None)
             return _from_state(path, _stored(base))
         raise TaskferryError(f"{given} is no tuned model: a folder, a .safetensors or a .pt state file is needed")
     precision = "float32" if base.precision == "float32" else "auto"
     tuned = load_model(given, like=base.model, image_size=base.extra.get("image_size"), dtype=precision)
-    same_form(*((each.given, each.extra.get("quantised")) for each in (base, tuned)))
+    _same_form(base, given, tuned.extra.get("quantised"))
     if type(tuned.model) is not type(base.model):
         raise TaskferryError(
             f"{given} is a {type(tuned.model).__name__}, the base a {type(base.model).__name__}: give the base model "
@@ -179,6 +178,16 @@ def load_tuned(given: str | Path, base: Loaded) -> Tuned:
     return Tuned(tau, None, ignored | dict.fromkeys(differ, BUFFER), given, frozenset(unread))
 
 
+def _same_form(base: Loaded, given: str, form: str | None) -> None:
+    """Refuse a difference that would be the rounding of one of the two."""
+    stored = base.extra.get("quantised")
+    if stored != form:
+        raise TaskferryError(
+            f"{base.given} is stored in {stored or 'plain numbers'} and {given} in {form or 'plain numbers'}: their "
+            "difference would be rounding, not a fine-tune; give both in 16 bits, or the LoRA by itself"
+        )
+
+
 def _stored(base: Loaded) -> nn.Module:
     """The base with the digits that are stored: a fine-tune changes what rounding to half precision would hide."""
     if base.exact:
@@ -194,11 +203,10 @@ def write_model(target: Loaded, tau: TaskVector, folder: Path) -> None:
 def _from_state(path: Path, base: nn.Module) -> Tuned:
     """A state file may hold only what was trained; what it holds must fit the base."""
     state = read_state(path)
-    small = [name for name, tensor in state.items() if tensor.is_floating_point() and tensor.dtype.itemsize < 2]
-    if (strange := next(iter([*small, *traces(state)]), None)) is not None:
+    small = [name for name, tensor in state.items() if tensor.dtype.itemsize < 2 and name.endswith("weight")]
+    if small:
         raise TaskferryError(
-            f"{path}: {strange} is quantised, and a file of weights does not say how: give the 16-bit weights, or a "
-            "folder with its config.json"
+            f"{path}: {small[0]} is quantised, and a file of weights does not say how: give the 16-bit weights"
         )
     parameters = dict(base.named_parameters())
     deltas: dict[str, Delta] = {}
