@@ -172,19 +172,6 @@ class Alignment:
         header = ("target", "source", "rank in", "residual in", "rank out", "residual out")
         return panel("Alignment", facts, header, rows, len(self.pairs) - len(rows))
 
-    def with_identity(self, inputs: bool) -> Alignment:
-        """The same with the input (or the output) maps replaced by the identity; widths must be equal."""
-        maps = self.R_in if inputs else self.R_out
-        for key, R in maps.items():
-            if R.shape[0] != R.shape[1]:
-                raise ValueError(f"{key} goes from {R.shape[0]} to {R.shape[1]}")
-        same = {key: Map(R=torch.eye(R.shape[0], dtype=R.dtype, device=R.device)) for key, R in maps.items()}
-        return replace(self, R_in=same) if inputs else replace(self, R_out=same)
-
-    def times(self, scale: float) -> Alignment:
-        """With the output maps multiplied, so that what they move is."""
-        return replace(self, R_out={name: R.times(scale) for name, R in self.R_out.items()})
-
     def table(self) -> list[dict[str, Any]]:
         """One row a pair of sites: where its change comes from, and how good its two maps are."""
         rows = []

@@ -53,7 +53,6 @@ VERBS = {  # by panel of the help; a test holds each sentence to the verb's own
         "fleet": "Move every adapter of a folder to one or more new bases, in parallel; rerun to resume.",
     },
     "Look before and after": {
-        "plan": "Time and memory of a transfer on this machine, from the sizes and a few seconds of trial.",
         "doctor": "Say what is installed, what is missing, and what would move between two models.",
         "inspect": "Show the linear layers of a model, a task vector, an alignment, or what moved in an output.",
         "diff": "Write the task vector of a fine-tune.",

@@ -44,7 +44,4 @@ def run(as_json: Json = False) -> None:
         table.add_row(f"[bold]{name}[/]", "", "", plain(found.summary))
         for setting, (_, default, text) in found.settings.items():
             table.add_row("", setting, plain(str(default)), plain(text))
-        for effort, settings in found.efforts.items():
-            words = " ".join(f"{setting}={value}" for setting, value in settings.items())
-            table.add_row("", plain(f"--effort {effort}"), "", plain(words))
     Console(highlight=False).print(table)

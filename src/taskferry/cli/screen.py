@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,10 @@ from rich.table import Table
 
 from taskferry.cli.terminal import plain, print_json, warn
 from taskferry.display.bars import Bars
-from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Outcome, Reporter
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.verdict import HARMS, HELPS, NOT_SHOWN
-from taskferry.methods.registry import FEW, find, without_move
+from taskferry.methods.registry import FEW
 from taskferry.settings import ApplySettings
 
 MARKS = {
@@ -39,7 +36,6 @@ class Screen(Reporter):
     ) -> None:
         self.silent = quiet or as_json
         self.show_plan = show_plan  # also as JSON, where there is nothing else to come
-        self.wants_plan = show_plan or not self.silent
         self.as_json = as_json
         self.console = console or Console(highlight=False)
         self._bars: Bars | None = None
@@ -54,10 +50,10 @@ class Screen(Reporter):
             yield
         self._bars = None
 
-    def plan(self, plan: Plan, lines: Mapping[str, str]) -> None:
-        """A table with what will be done and what it will take."""
+    def plan(self, lines: Mapping[str, str]) -> None:
+        """A table with what will be done."""
         if self.as_json and self.show_plan:
-            print_json({"plan": {**dict(lines), **asdict(plan), "seconds": plan.seconds}})
+            print_json({"plan": dict(lines)})
         if self.silent:
             return
         table = Table(title="Plan", title_justify="left", show_header=False, box=None, pad_edge=False)
@@ -65,27 +61,6 @@ class Screen(Reporter):
         table.add_column(overflow="fold")
         for name, value in lines.items():
             table.add_row(name, plain(value))
-        table.add_row("will move", f"into {plan.pairs} of {plan.sites} linear layers of the target")
-        away = f", and {_bytes(plan.device_bytes)} on the devices" if plan.device_bytes else ""
-        table.add_row("memory", f"about {_bytes(plan.memory_bytes)}{away} at the peak")
-        if plan.groups > 1:
-            enough = math.ceil(plan.sums_bytes / 2**30)
-            table.add_row(
-                "passes",
-                f"in {plan.groups} groups of layers, each by its own; --statistics-memory {enough} takes all at once",
-            )
-        for engine, size in plan.engines.items():
-            verdict = "fits" if plan.fits(engine) else "does not fit"
-            table.add_row(f"--engine {engine}", f"{_bytes(size)} on the device: {verdict} into {plan.limit:g} GB")
-        parts = ", ".join(
-            f"{name} {_seconds(t)}" for name, t in plan.stages.items() if t >= max(0.5, 0.05 * plan.seconds)
-        )
-        if not plan.stages:
-            self.console.print(table)
-            return
-        table.add_row(
-            "time", f"about {_seconds(plan.seconds)} here ({plan.tokens:,} tokens{': ' if parts else ''}{parts})"
-        )
         self.console.print(table)
 
     def step(self, what: str, done: int, total: int) -> None:
@@ -146,13 +121,11 @@ def worse(told: Mapping[str, Any]) -> bool:
 
 def next_after(settings: TransferSettings, outcome: Outcome) -> str:
     """What to type after a transfer."""
-    if outcome.written is None and settings.refine and not find(settings.method).needs.change:
-        return "try more samples, or other --refine steps"
     if outcome.written is None:
         return "try more samples, another --objective, or add --scale 1 to the same command to write it anyway"
     if worse(outcome.record["verdict"]):
-        other = f"with --method {without_move().name}" if settings.scale == "auto" else "without --scale"
-        return f"rm -r {shlex.quote(str(settings.out))}, then the same command {other}"
+        again = f"rm -r {shlex.quote(str(settings.out))}, then the same command"
+        return f"{again} with more samples" if settings.scale == "auto" else f"{again} without --scale"
     test = _test(settings, outcome)
     lines = [
         f"taskferry evaluate {written_by(settings)} {test}",
@@ -186,11 +159,3 @@ def written_by(settings: TransferSettings | ApplySettings) -> str:
 def _worst(errors: Mapping[str, float]) -> list[tuple[str, float]]:
     told = [(name, error) for name, error in errors.items() if error >= TOLD]
     return sorted(told, key=lambda item: -item[1])[:3]
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count > 2**29 else f"{count / 2**20:.0f} MiB"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds / 60:.0f} minutes" if seconds > 120 else f"{max(1, round(seconds))} s"

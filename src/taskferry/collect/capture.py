@@ -84,7 +84,7 @@ def collect(
     with torch.inference_mode(False), frozen(source.model), frozen(target.model), torch.enable_grad():
         for number, (batch_A, batch_B) in enumerate((*calibration, *uncounted)):
             counted = number < len(calibration)
-            into: Paired[Any] = kept.of(batch_B) if counted else Statistics(capture=replace(capture, folds=1))
+            into: Paired[Any] = kept if counted else Statistics()
             done: list[tuple[range, set[Place]]] = []
 
             def part(A: Batch, B: Batch, into: Paired[Any] = into, done: list[tuple[range, set[Place]]] = done) -> None:
@@ -139,8 +139,8 @@ class MicroBatch(Generic[S]):
         self.shared: dict[tuple[int, int], str] = {}
         self.matches: dict[tuple[str, str, int, int], TokenMatch] = {}
         # Of the batches as they were given, which is on the host: tokens are matched there.
-        self.layouts_A = _met(source.family.layouts(source.model, batch_A), batch_A, capture)
-        self.layouts_B = _met(target.family.layouts(target.model, batch_B), batch_B, capture)
+        self.layouts_A = source.family.layouts(source.model, batch_A)
+        self.layouts_B = target.family.layouts(target.model, batch_B)
 
     def run(self) -> None:
         """Both passes."""
@@ -167,10 +167,9 @@ class MicroBatch(Generic[S]):
         """
         device = device_of(self.source.model)
         flags = [torch.isfinite(loss).reshape(1).to(device) for _, loss in self.unchecked]
-        sides = ((True, CrossCovariance, self.inputs), (False, self.capture.sums, self.outputs))
         held = [
-            ((inputs, *at), kind.alive(x))
-            for inputs, kind, rows in sides
+            ((inputs, *at), CrossCovariance.alive(x))
+            for inputs, rows in ((True, self.inputs), (False, self.outputs))
             for at, x in rows.items()
             if isinstance(x, Tensor)
         ]
@@ -296,14 +295,6 @@ class MicroBatch(Generic[S]):
             layout_B = self.layouts_B.get(pair.target.stream, Layout())
             self.matches[key] = match(layout_A, layout_B, length_A, length_B)
         return self.matches[key]
-
-
-def _met(layouts: dict[str, Layout], batch: Batch, capture: Capture) -> dict[str, Layout]:
-    """Which tokens meet those of the other model: all, or those that predict an answer."""
-    if capture.tokens == "all":
-        return layouts
-    answering = batch.predicting
-    return {stream: layout.predicting(answering) for stream, layout in layouts.items()}
 
 
 def _look_at_one(side: Side, sites: Sequence[Site], batches: Sequence[Batch]) -> None:

@@ -39,26 +39,19 @@ class ScaleCurve:
 
     points: tuple[tuple[float, float], ...]  # (scale, loss), ascending
     best: float
-    folds: tuple[tuple[float, float], ...] = ()  # of each fold of the samples: its loss untouched, and at the best
 
     @property
     def helps(self) -> bool:
         """Whether some scale is better than the untouched target."""
         return self.best > 0
 
-    @property
-    def doubtful(self) -> bool:
-        """Whether some fold of the samples says otherwise."""
-        return any(not after < before for before, after in self.folds)
-
     def loss(self, scale: float) -> float:
         """The loss at a scale that was evaluated."""
         return dict(self.points)[scale]
 
-    def times(self, factor: float, of_folds: Sequence[float] = ()) -> ScaleCurve:
-        """The same curve in another unit, such as per token instead of per sample; folds have factors of their own."""
-        folds = [(k * a, k * b) for k, (a, b) in zip(of_folds, self.folds, strict=True)] if self.folds else []
-        return replace(self, points=tuple((s, factor * loss) for s, loss in self.points), folds=tuple(folds))
+    def times(self, factor: float) -> ScaleCurve:
+        """The same curve in another unit, such as per token instead of per sample."""
+        return replace(self, points=tuple((scale, factor * loss) for scale, loss in self.points))
 
 
 def choose_scale(
@@ -164,12 +157,6 @@ def _copy(weights: Tensor) -> Tensor:
         if torch.equal(half.to(weights.dtype), weights):
             return half
     return weights.clone()
-
-
-def copied_bytes(weights: Tensor) -> int:
-    """Of the copy that trying a scale takes, from a look at some of its numbers."""
-    some = weights.detach().flatten()[:: max(1, weights.numel() // 4096)]
-    return weights.numel() * _copy(some).element_size()
 
 
 def losses_at(

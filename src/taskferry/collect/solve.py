@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,12 +78,6 @@ class Solved:
             else:
                 self.reasons[name] = NO_SIGNAL
 
-    @property
-    def bytes(self) -> int:
-        """Of its maps."""
-        maps = [R for some in (self.inputs, self.outputs) for R, _ in some.values()]
-        return sum(tensor.nbytes for R in maps for tensor in (R.R, R.U, R.V) if tensor is not None)
-
     def add(self, other: Solved) -> None:
         """Take in another group."""
         self.pairs += other.pairs
@@ -131,23 +125,22 @@ class Finished:
     groups: int
     key: str  # what they rest on
 
-    def load(self, number: int, group: list[Pair], version: int) -> Solved | None:
-        """A group that an earlier run has finished; version 0 is of all samples, the others lack a fold each."""
-        file = self._file(number, version)
+    def load(self, number: int, group: list[Pair]) -> Solved | None:
+        """A group that an earlier run has finished."""
+        file = self._file(number)
         return None if file is None else Solved.load(file, self._key(group))
 
-    def save(self, number: int, group: list[Pair], solved: Solved, version: int) -> None:
+    def save(self, number: int, group: list[Pair], solved: Solved) -> None:
         """Store a group."""
-        file = self._file(number, version)
+        file = self._file(number)
         if file is not None:
             solved.save(file, self._key(group))
 
-    def _file(self, number: int, version: int) -> Path | None:
+    def _file(self, number: int) -> Path | None:
         """A single group is not stored: there would be nothing to go on with."""
         if self.folder is None or self.groups < 2:
             return None
-        lacking = f"-without-{version}" if version else ""
-        return self.folder / f"group-{number + 1}-of-{self.groups}{lacking}.alignment"
+        return self.folder / f"group-{number + 1}-of-{self.groups}.alignment"
 
     def _key(self, group: list[Pair]) -> str:
         names = [(pair.source.name, pair.target.name) for pair in group]
@@ -174,12 +167,6 @@ class GroupSums:
             found.reads[name], found.inputs[key] = key, sums
         found.outputs = {name: known[name] for name in names if name in known}
         return found
-
-    def take(self, names: Collection[str]) -> GroupSums:
-        """Those of some target sites, which are no longer here."""
-        reads = {name: self.reads.pop(name) for name in list(self.reads) if name in names}
-        inputs = {key: self.inputs.pop(key) for key in dict.fromkeys(reads.values())}
-        return GroupSums(reads, inputs, {name: self.outputs.pop(name) for name in list(self.outputs) if name in names})
 
     def solve(self, options: MapOptions, step: Step = lambda _: None) -> Solved:
         """The maps of all sums; each sum is let go with its map."""

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,8 +32,6 @@ class Batch:
     ids: tuple[int, ...] = ()  # which samples, to check that both models see the same
     spans: Mapping[str, Tensor] = field(default_factory=dict)  # stream -> [n, L, 2] character offsets
     number: int | None = None  # its place in a calibration set
-    fold: int = 0  # the part of the samples that it belongs to: what is fitted without a part is judged on it
-    judges: bool = True  # whether losses are taken on it; augmented views only make maps, and so may a whole part
     texts: int = 1  # rows of the inputs that make one sample, one behind the other: an anchor and its positive
 
     def __len__(self) -> int:
@@ -76,15 +75,6 @@ class Batch:
     def predicting(self) -> Tensor:
         """[n, L] the tokens of a causal model's text that predict a token which counts."""
         return self.following != IGNORED
-
-    @property
-    def prompted(self) -> bool:
-        """Whether some text of a causal model is a prompt with its answer; a mark of the beginning is no prompt."""
-        if not self._one_text:
-            return False
-        counted, mask = self.inputs["labels"] != IGNORED, self.inputs.get("attention_mask")
-        read = torch.ones_like(counted) if mask is None else mask != 0
-        return int((read & (counted.cumsum(1) == 0)).sum(1).max()) > 1
 
     def filled(self, length: int) -> Tensor:
         """[n] the samples of which a text has exactly so many tokens."""
@@ -158,24 +148,10 @@ class Calibration:
         """Number of samples."""
         return sum(len(A) for A, _ in self.pairs)
 
-    def tokens(self, folds: int = 1, answers: bool = False) -> int | None:
-        """The most rows that a layer sees of all samples, or of the largest fold; None where inputs do not tell.
-
-        `answers`: only the tokens that predict an answer.
-        """
-        totals: dict[int, int] = {}
-        for A, B in self.pairs:
-            if A.tokens is None or B.tokens is None:
-                return None
-            fold = A.fold if folds > 1 else 0
-            rows = [int(each.predicting.sum()) for each in (A, B)] if answers else [A.tokens, B.tokens]
-            totals[fold] = totals.get(fold, 0) + max(rows)
-        return max(totals.values(), default=0)
-
-    @property
-    def answers(self) -> bool:
-        """Whether its samples are prompts with answers, for both causal models: one and the same for all of them."""
-        return any(A.prompted and B.prompted for A, B in self.pairs)
+    def tokens(self) -> int | None:
+        """The most rows that a layer sees of all samples; None where inputs do not tell."""
+        rows = [max(A.tokens, B.tokens) for A, B in self.pairs if A.tokens is not None and B.tokens is not None]
+        return sum(rows) if len(rows) == len(self.pairs) else None
 
     @property
     def ends(self) -> tuple[int, int] | None:
@@ -206,74 +182,38 @@ class Calibration:
         """The micro-batches of one model: 0 the source, 1 the target."""
         return [pair[which] for pair in self.pairs]
 
-    @property
-    def folds(self) -> int:
-        """Into how many parts its samples are split."""
-        return 1 + max(A.fold for A, _ in self.pairs)
+    def split(self, seed: int = 0, share: float = 0.2) -> tuple[Calibration, Calibration]:
+        """Samples to fit on, and a share held out to judge on, drawn by the seed and spread over the classes.
 
-    @property
-    def judged(self) -> int:
-        """How many parts are judged on: the first ones, or all."""
-        return len({B.fold for _, B in self.pairs if B.judges})
-
-    def in_folds(self, folds: int, enough: int | None = None) -> Calibration:
-        """The same samples in so many parts of one size, each class spread over them; at most a sample each.
-
-        One part stands behind the other: no micro-batch lies in two, and how samples were cut does not matter. Where
-        samples are each other's candidates, micro-batches stay whole, unless there are fewer of them than parts.
-        Each part is judged on, by what is fitted without it; the first alone, where all have `enough` samples, and two
-        for each class.
+        No class is held out whole. Where samples are each other's candidates, micro-batches stay together as far as
+        they can. Fewer than five samples are too few to split: both parts are all of them.
         """
-        cut = self._cut(folds)
-        sizes = [sum(map(len, batches)) for batches in cut.judging(cut.folds)]
-        if enough is None or min(sizes) < max(enough, 2 * len(set(self._classes()))):
-            return cut
-        pairs = [
-            (replace(A, judges=A.judges and A.fold == 0), replace(B, judges=B.judges and B.fold == 0))
-            for A, B in cut.pairs
-        ]
-        return Calibration(pairs, cut.tokenizers)
-
-    def _classes(self) -> list[int]:
-        """Of each sample; one class of all where there are no labels."""
-        labels = self.labels
-        return [0] * self.samples if labels is None or labels.ndim > 1 else labels.tolist()
-
-    def _cut(self, folds: int) -> Calibration:
+        count = round(share * self.samples)
+        if self.samples < 5 or not count:
+            return self, self
         if any(A.texts > 1 for A, _ in self.pairs):
-            return self._whole_in_folds(folds)
-        folds = min(folds, self.samples)
-        kinds = self._classes()
-        fold_of = [0] * self.samples
-        for place, sample in enumerate(sorted(range(self.samples), key=lambda i: (kinds[i], i))):
-            fold_of[sample] = place % folds
-        pairs = []
-        for fold in range(folds):
-            start = 0
-            for A, B in self.pairs:
-                mine = [i for i in range(len(A)) if fold_of[start + i] == fold]
-                start += len(A)
-                if mine:
-                    pairs.append((replace(A.take(mine), fold=fold), replace(B.take(mine), fold=fold)))
+            held_out = set(range(self.samples - count, self.samples))
+        else:
+            labels = self.labels
+            classes = [0] * self.samples if labels is None or labels.ndim > 1 else labels.tolist()
+            sizes = Counter(classes)
+            shuffled = torch.randperm(self.samples, generator=torch.Generator().manual_seed(seed)).tolist()
+            spread = sorted((i for i in shuffled if sizes[classes[i]] > 1), key=lambda i: classes[i])
+            every = max(2, round(1 / share))
+            held_out = set(spread[every // 2 :: every])
+        if not held_out:
+            return self, self
+        return self._part(set(range(self.samples)) - held_out), self._part(held_out)
+
+    def _part(self, chosen: Collection[int]) -> Calibration:
+        """Some of the samples, in micro-batches no larger than before."""
+        pairs, start = [], 0
+        for A, B in self.pairs:
+            mine = [i for i in range(len(A)) if start + i in chosen]
+            start += len(A)
+            if mine:
+                pairs.append((A.take(mine), B.take(mine)))
         return Calibration(pairs, self.tokenizers)
-
-    def _whole_in_folds(self, folds: int) -> Calibration:
-        """Micro-batches by turns; the largest are cut in halves until there is one for each part."""
-        pairs = list(self.pairs)
-        while len(pairs) < folds and (most := max(len(A) for A, _ in pairs)) >= 4:
-            at = next(i for i, (A, _) in enumerate(pairs) if len(A) == most)
-            halves = range(most // 2), range(most // 2, most)
-            pairs[at : at + 1] = [(pairs[at][0].take(half), pairs[at][1].take(half)) for half in halves]
-        folds = min(folds, len(pairs))
-        placed = [(replace(A, fold=i % folds), replace(B, fold=i % folds)) for i, (A, B) in enumerate(pairs)]
-        return Calibration(sorted(placed, key=lambda pair: pair[0].fold), self.tokenizers)
-
-    def judging(self, folds: int) -> list[list[Batch]]:
-        """The target's micro-batches that losses are taken on: of each part, all as one, or so many shares of one."""
-        batches = [B for _, B in self.pairs if B.judges]
-        if self.judged == 1:
-            return [batches[share::folds] for share in range(folds)]
-        return [batches] if folds == 1 else [[B for B in batches if B.fold == fold] for fold in range(folds)]
 
     def with_labels(self, labels: Tensor) -> Calibration:
         """The same samples under other labels [N], such as the teacher's."""

@@ -19,9 +19,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from taskferry.alignment import Alignment
 from taskferry.collect.capture import Loss, collect
 from taskferry.collect.progress import Steps
@@ -32,14 +29,12 @@ from taskferry.data.batch import Batch, Calibration
 from taskferry.engines.blockwise import BlockwiseModel, forward
 from taskferry.engines.lazy import DiskDeltas, LazyModel
 from taskferry.engines.memory import give_back
-from taskferry.engines.pair import ModelPair, Moved, in_place, parameter_reasons
+from taskferry.engines.pair import ModelPair, Moved, parameter_reasons
 from taskferry.errors import TaskferryError
 from taskferry.layers.pairing import Pair
 from taskferry.objectives.defaults import AnyObjective
-from taskferry.objectives.objectives import Classifier, ForwardOnly, Objective
+from taskferry.objectives.objectives import ForwardOnly, Objective
 from taskferry.taskvector import Delta, TaskVector
-
-Runs = tuple[BlockwiseModel, BlockwiseModel]  # of the source and of the target, at one point
 
 
 class BlockPair(ModelPair):
@@ -79,13 +74,13 @@ class BlockPair(ModelPair):
         self,
         side: int,
         folder: Path,
-        changes: TaskVector,
-        *,
+        change: TaskVector | None = None,
         batches: Sequence[Batch] | None = None,
+        *,
         objective: Objective | None = None,
     ) -> BlockwiseModel:
-        """One model with changes, on its side of the calibration set."""
-        lazy = self.lazy[side].plus(changes) if len(changes) else self.lazy[side]
+        """One model, maybe with a change, on its side of the calibration set or on other batches."""
+        lazy = self.lazy[side] if change is None else self.lazy[side].plus(change)
         sites = (self.source_sites, self.target_sites)[side]
         batches = self.calibration.side(side) if batches is None else batches
         own = Path(tempfile.mkdtemp(dir=folder))
@@ -97,33 +92,25 @@ class BlockPair(ModelPair):
         """Bound once, at the base models: a head may be made from what they say of the samples."""
         return [], []
 
-    def move(
-        self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = ""
-    ) -> Moved:
+    def move(self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str]) -> Moved:
         """Fit and move block by block."""
-        pairs, suffix = self.wanted(left_out), f", {stage}" if stage else ""
+        pairs = self.wanted(left_out)
         loss = None if capture.backward or callable(self.objective) else ForwardOnly()
-        own = [Path(tempfile.mkdtemp(dir=self.scratch)) for _ in range(capture.versions)]
-        moving = [_Moving(tau, DiskDeltas(folder)) for folder in own]
+        moving = _Moving(tau, DiskDeltas(Path(tempfile.mkdtemp(dir=self.scratch))))
         with self._folder() as folder:
-            runs = [
-                (self.run(0, folder, p.source, objective=loss), self.run(1, folder, p.target, objective=loss))
-                for p in capture.points
-            ]
-            total = len(runs) * sum(len(run.blocks) for run in runs[0])
-            walking = Steps(self.work.progress, f"forward{suffix}", total)
-            for run in (run for both in runs for run in both):
+            source, target = runs = self.run(0, folder, objective=loss), self.run(1, folder, objective=loss)
+            walking = Steps(self.work.progress, "forward", sum(len(run.blocks) for run in runs))
+            for run in runs:
                 forward([run], backward=capture.backward, on_block=walking.step)
-            blocks = Steps(self.work.progress, f"blocks{suffix}", len(runs[0][1].blocks))
-            for number, part in _align(runs, self.calibration, pairs, capture, maps, blocks.step):
-                moving[number].take(in_place(part, capture))
+            blocks = Steps(self.work.progress, "blocks", len(target.blocks))
+            for part in _align(source, target, self.calibration, pairs, capture, maps, blocks.step):
+                moving.take(part)
                 del part  # before the next is solved
-            del runs
+            del runs, source, target
         give_back()  # sums and maps of the last block
-        unused = self._unused(moving[0])
-        moved, *without = (self._gathered(each, left_out, unused) for each in moving)
-        sites = list(reversed(moving[0].sites))
-        return Moved(moved, tuple(without), None, sites, provenance=self.provenance(capture, maps))
+        moved = self._gathered(moving, left_out, self._unused(moving))
+        sites = list(reversed(moving.sites))
+        return Moved(moved, None, sites, provenance=self.provenance(capture, maps))
 
     def _unused(self, moving: _Moving) -> dict[str, str]:
         """Changes of the source that no block looked at, with the reason."""
@@ -138,32 +125,18 @@ class BlockPair(ModelPair):
         coverage = moving.coverage(self.lazy[1].shapes, parameter_reasons(self.target, self.target_sites, reasons))
         return TaskVector(moving.deltas if moving.tau.low_rank else moving.disk, coverage)
 
-    def losses(self, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[list[float]]:
+    def losses(self, change: TaskVector, scales: Sequence[float], samples: Calibration) -> list[float]:
         """All of them in one walk over the weights."""
-        folds = self.calibration.judging(len(changes))
         with self._folder() as folder:
             self._bind_heads(folder)
-            each = [(tau, batches, scale) for scale in scales for tau, batches in zip(changes, folds, strict=True)]
-            runs = [
-                self.run(1, folder, tau * scale if scale else TaskVector({}), batches=batches)
-                for tau, batches, scale in each
-            ]
+            runs = [self.run(1, folder, change * scale if scale else None, samples.side(1)) for scale in scales]
             forward(runs, backward=False, store=False)
-        means = [run.loss / sum(map(len, batches)) for run, (_, batches, _) in zip(runs, each, strict=True)]
-        return [means[i : i + len(folds)] for i in range(0, len(means), len(folds))]
+        return [run.loss / samples.samples for run in runs]
 
     def _bind_heads(self, folder: Path) -> None:
         """Heads are made at the base models, on all samples."""
         if not self._heads[1]:
-            forward([self.run(1, folder, TaskVector({}))], backward=False, store=False)
-
-    def teacher(self, tau: TaskVector, head: Classifier, calibration: Calibration) -> Tensor:
-        """By one walk over the weights of the tuned source."""
-        told = _Classes(head)
-        with self._folder() as folder:
-            run = self.run(0, folder, tau, batches=calibration.side(0), objective=told)
-            forward([run], backward=False, store=False)
-        return torch.cat(told.found)
+            forward([self.run(1, folder)], backward=False, store=False)
 
     @contextmanager
     def _folder(self) -> Iterator[Path]:
@@ -211,18 +184,15 @@ class _Moving:
 
 
 def _align(
-    runs: Sequence[Runs],
+    source: BlockwiseModel,
+    target: BlockwiseModel,
     calibration: Calibration,
     pairs: list[Pair],
     capture: Capture,
     maps: MapOptions,
     done: Callable[[], None],
-) -> Iterator[tuple[int, Alignment]]:
-    """The maps of each target block, last block first, then of what stands outside them; `done` counts blocks.
-
-    Each time those of all samples (0), then those without each fold.
-    """
-    source, target = runs[0]
+) -> Iterator[Alignment]:
+    """The maps of each target block, last block first, then of what stands outside them; `done` counts blocks."""
     at_A, at_B = ({path: j for j, path in enumerate(run.blocks)} for run in (source, target))
     by_block: dict[int | None, list[Pair]] = {}
     for pair in pairs:
@@ -240,97 +210,67 @@ def _align(
         if capture.backward:
             while wanted is not None and at > wanted:
                 later = any(at in takes.get(k, ()) for k in range(j))  # kinds of block may cross in depth
-                _skip([run for run, _ in runs], at, later)
+                _skip(source, at, later)
                 at -= 1
         if mine:
             following = next(iter(takes.get(j - 1, ())), None)
             if capture.backward and following is not None:
                 following = max(at, following)  # the way there leads through block `at`
             after = (following, j - 1 if j and (capture.backward or j - 1 in by_block) else None)
-            yield from _solve(runs, calibration, mine, capture, maps, (wanted or 0, j), after)
+            yield _solve(source, target, calibration, mine, capture, maps, (wanted or 0, j), after)
         if capture.backward:
-            for _, run in runs:
-                if not mine:
-                    with run.block(j):
-                        run.pull(j)
-                run.step(j)
+            if not mine:
+                with target.block(j):
+                    target.pull(j)
+            target.step(j)
         done()
     outside = by_block.get(None, [])
     if outside:
         while capture.backward and at >= 0:
-            _skip([run for run, _ in runs], at)
+            _skip(source, at)
             at -= 1
-        yield from _solve(runs, calibration, outside, capture, maps, None)
+        yield _solve(source, target, calibration, outside, capture, maps, None)
 
 
-def _skip(runs: Sequence[BlockwiseModel], j: int, later: bool = False) -> None:
+def _skip(run: BlockwiseModel, j: int, later: bool = False) -> None:
     """One block further down; the gradient at the output of one that is asked for later is stored."""
-    for run in runs:
-        if later:
-            run.keep(j)
-        with run.block(j):
-            run.pull(j)
-        run.step(j)
+    if later:
+        run.keep(j)
+    with run.block(j):
+        run.pull(j)
+    run.step(j)
 
 
 def _solve(
-    runs: Sequence[Runs],
+    source: BlockwiseModel,
+    target: BlockwiseModel,
     calibration: Calibration,
     pairs: list[Pair],
     capture: Capture,
     maps: MapOptions,
     blocks: tuple[int, int] | None,
     after: tuple[int | None, int | None] = (None, None),
-) -> Iterator[tuple[int, Alignment]]:
-    """The maps of one block: one version of them in memory at a time. `after` are the blocks that are read next."""
-    statistics = Statistics(capture=capture)
-    lazy = [run.lazy for run in runs[0]]
+) -> Alignment:
+    """The maps of one block. `after` are the blocks that are read next."""
+    statistics, runs = Statistics(), (source, target)
     if blocks is None:
-        names = [run.outer for run in runs[0]]
+        names = [run.outer for run in runs]
+        sides = source.outside(), target.outside()
     else:
-        names = [run.parameters(j) for run, j in zip(runs[0], blocks, strict=True)]
-    for both in runs:
-        with ExitStack() as stack:
-            for run, some in zip(both, names, strict=True):
-                stack.enter_context(run.lazy.weights(some))
-            for run, j in zip(both, after, strict=True):
-                if j is not None and both is runs[-1]:
-                    run.lazy.read_next(run.parameters(j))
-            if blocks is None:
-                sides = both[0].outside(), both[1].outside()
-            else:
-                sides = both[0].side(blocks[0]), both[1].side(blocks[1])
-            collect(statistics, *sides, pairs, calibration, capture)
+        names = [run.parameters(j) for run, j in zip(runs, blocks, strict=True)]
+        sides = source.side(blocks[0]), target.side(blocks[1])
+    with ExitStack() as stack:
+        for run, some in zip(runs, names, strict=True):
+            stack.enter_context(run.lazy.weights(some))
+        for run, j in zip(runs, after, strict=True):
+            if j is not None:
+                run.lazy.read_next(run.parameters(j))
+        collect(statistics, *sides, pairs, calibration, capture)
     # The weights are gone before the maps are solved.
-    sums = [GroupSums.of(each, pairs) for each in statistics.versions(capture)]
-    del statistics
-    source, target = ({name: model.shapes[name] for name in some} for model, some in zip(lazy, names, strict=True))
-    for number in range(len(sums)):
-        solved = solve_group(sums.pop(0), pairs, maps)
-        part = solved.alignment(source, target, solved.reasons, {})
-        del solved
-        yield number, part
-        del part
+    solved = solve_group(GroupSums.of(statistics, pairs), pairs, maps)
+    shapes = [{name: run.lazy.shapes[name] for name in some} for run, some in zip(runs, names, strict=True)]
+    return solved.alignment(shapes[0], shapes[1], solved.reasons, {})
 
 
 def _block_of(weight: str, blocks: Mapping[str, int]) -> int | None:
     return next((j for path, j in blocks.items() if weight.startswith(f"{path}.")), None)
-
-
-class _Classes(Objective):
-    """Notes the classes that a head predicts; its value is not used."""
-
-    def __init__(self, head: Classifier) -> None:
-        self.head = head
-        self.found: list[Tensor] = []
-
-    def bind(self, model: nn.Module, batches: Sequence[Batch]) -> Loss:
-        """The head's logits, looked at once for every micro-batch."""
-        logits = self.head.logits(model, batches)
-
-        def look(batch: Batch) -> Tensor:
-            scores = logits(batch)
-            self.found.append(scores.argmax(-1).cpu())
-            return scores.sum()
-
-        return look

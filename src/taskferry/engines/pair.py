@@ -2,23 +2,22 @@
 
     >>> pair = WholePair(A, B, calibration, objective)           # sites, pairs and objectives are bound once
     >>> pair.move(tau, Capture())                                # the same for every engine
-    >>> pair.losses(tau_B, [0, 0.5, 1, 2])                       # all scales of a round together
+    >>> pair.losses(tau_B, [0, 0.5, 1, 2], held_out)             # all scales of a round together
 
 A method asks a pair to fit, to move and for losses, and never which engine it runs on.
 """
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from taskferry.alignment import Alignment
 from taskferry.collect.device import device_of
@@ -35,11 +34,9 @@ from taskferry.layers.pairing import DepthRule, Pair, Place, nearest_block, pair
 from taskferry.layers.site import Site
 from taskferry.models.adapters import prefix_of
 from taskferry.objectives.defaults import AnyObjective, both_objectives
-from taskferry.objectives.objectives import Classifier, ForwardOnly, Objective
+from taskferry.objectives.objectives import ForwardOnly, Objective
 from taskferry.taskvector import TaskVector
 from taskferry.version import __version__
-
-P = TypeVar("P", bound="ModelPair")
 
 
 class CannotMove(TaskferryError):
@@ -51,17 +48,11 @@ class Moved:
     """What a method moved, and what it knows about it."""
 
     tau: TaskVector
-    without: tuple[TaskVector, ...] = ()  # by maps made without each fold of the samples, to be judged on that fold
     alignment: Alignment | None = None  # where it has maps that another change can pass through
     sites: Sequence[Mapping[str, Any]] = ()  # the table of its maps
     curve: ScaleCurve | None = None  # where the method has chosen the scale itself: τ is at its best
     provenance: Mapping[str, Any] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)  # for the record
-
-    @property
-    def judged(self) -> tuple[TaskVector, ...]:
-        """What losses are asked of: one change for each fold, or the change itself."""
-        return self.without or (self.tau,)
 
 
 @dataclass(frozen=True)
@@ -123,20 +114,6 @@ class ModelPair(ABC):
             f"both models whole: the engine '{self.engine}' cannot, use the engine 'whole'"
         )
 
-    def with_calibration(self: P, calibration: Calibration) -> P:
-        """The same models on other samples; heads are made from those."""
-        other = copy.copy(self)
-        other.calibration = calibration
-        for name in list(vars(other)):
-            if name == "_sums" or (isinstance(getattr(type(self), name, None), cached_property) and name != "_hashes"):
-                del vars(other)[name]  # it rests on the samples
-        return other
-
-    @cached_property
-    def untouched(self) -> dict[int, list[float]]:
-        """By number of folds: the target's loss on each, once a scale was looked for."""
-        return {}
-
     @cached_property
     def objectives(self) -> tuple[Objective, Objective]:
         """Of the source and of the target."""
@@ -172,18 +149,12 @@ class ModelPair(ABC):
         """sha256 over names, shapes, types and bytes of all parameters of the source (0) or the target (1)."""
 
     @abstractmethod
-    def move(
-        self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = ""
-    ) -> Moved:
+    def move(self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str]) -> Moved:
         """Fit and move: τ_B = R_outᵀ τ_A R_in. `left_out`: target sites that are not fitted, with the reason."""
 
     @abstractmethod
-    def losses(self, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[list[float]]:
-        """The mean loss of the target + scale · change at each scale: of all samples, or of each fold with its own."""
-
-    @abstractmethod
-    def teacher(self, tau: TaskVector, head: Classifier, calibration: Calibration) -> Tensor:
-        """[N] the classes that the source + τ predicts on samples."""
+    def losses(self, change: TaskVector, scales: Sequence[float], samples: Calibration) -> list[float]:
+        """The mean loss a sample of the target + scale · change, at each scale."""
 
     def wanted(self, left_out: Mapping[str, str]) -> list[Pair]:
         """The pairs that are fitted."""
@@ -194,13 +165,12 @@ class ModelPair(ABC):
         if self.pairs and not solved.pairs and set(solved.reasons.values()) == {UNREACHED}:
             names = " or of ".join(dict.fromkeys(type(model).__name__ for model in (self.source, self.target)))
             raise TaskferryError(f"the loss of {names} does not depend on any of its linear layers")
-        alignment = solved.alignment(
+        return solved.alignment(
             source_parameters=shapes(self.source),
             target_parameters=shapes(self.target),
             reasons=parameter_reasons(self.target, self.target_sites, {**self.reasons, **left_out, **solved.reasons}),
             provenance=self.provenance(capture, maps),
         )
-        return in_place(alignment, capture)
 
     def provenance(self, capture: Capture, maps: MapOptions) -> dict[str, Any]:
         """What the maps rest on."""
@@ -217,16 +187,6 @@ def _placed(model: nn.Module) -> dict[str, str]:
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Of all parameters by name."""
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
-
-
-def in_place(alignment: Alignment, capture: Capture) -> Alignment:
-    """With the identity on the side whose coordinates stay as they are."""
-    if capture.identity is None:
-        return alignment
-    try:
-        return alignment.with_identity(capture.identity == "inputs")
-    except ValueError as error:
-        raise CannotMove(f"{capture.identity}=identity needs equal widths: {error}") from error
 
 
 def parameter_reasons(model: nn.Module, sites: list[Site], reasons: Mapping[str, str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from taskferry.alignment import Alignment
 from taskferry.collect.solve import GroupSums, MapOptions, Solved, Step
-from taskferry.data.batch import Batch
+from taskferry.data.batch import Batch, Calibration
 from taskferry.engines.sharding import shard_blocks
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
@@ -71,7 +71,6 @@ class RankedPair(WholePair):
 
     engine = "ranks"
     exact = True
-    by_block = False  # what a rank has not seen, another has: they agree on whole groups
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
@@ -89,11 +88,11 @@ class RankedPair(WholePair):
         """The first rank moves, the others are told."""
         return self._said(alignment.apply(tau) if self.first else TaskVector({}))
 
-    def losses(self, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[list[float]]:
+    def losses(self, change: TaskVector, scales: Sequence[float], samples: Calibration) -> list[float]:
         """Each rank its share; a sharded model cannot be moved."""
         if self._whole[1]:
             raise TaskferryError("sharded weights cannot be moved and scored: leave --shard out")
-        return super().losses(changes, scales)
+        return super().losses(change, scales, samples)
 
     def share(self) -> list[tuple[Batch, Batch]]:
         """Every so manieth micro-batch; none where there are fewer than ranks."""
@@ -175,5 +174,5 @@ class RankedPair(WholePair):
 
     def _agree(self, sums: dict[str, CrossCovariance]) -> dict[str, CrossCovariance]:
         """Sites that any rank has seen, in one order for all, with the sums of a rank that has not."""
-        seen = from_everyone({key: S.empty() for key, S in sums.items()})
+        seen = from_everyone({key: CrossCovariance(S.d_A, S.d_B, exact=True) for key, S in sums.items()})
         return {key: nothing for one in seen for key, nothing in one.items()}

@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 
@@ -20,18 +18,17 @@ from taskferry.collect.capture import BICO, Loss, Side, collect
 from taskferry.collect.device import place_of
 from taskferry.collect.progress import Progress, Steps
 from taskferry.collect.routing import Meeting, match_experts
-from taskferry.collect.scale import losses_at, moved_by
+from taskferry.collect.scale import losses_at
 from taskferry.collect.solve import Finished, GroupSums, MapOptions, Solved, Step, solve_group
-from taskferry.collect.statistics import Capture, Point, Statistics
+from taskferry.collect.statistics import Capture, Statistics
 from taskferry.data.batch import Batch, Calibration
 from taskferry.disk.files import hash_parameters
 from taskferry.display.bars import with_bars
-from taskferry.engines.memory import freed
-from taskferry.engines.pair import ModelPair, Moved, Work, in_place, shapes
+from taskferry.engines.pair import ModelPair, Moved, Work
 from taskferry.layers.pairing import DepthRule, Pair, Place, nearest_block
 from taskferry.objectives.defaults import AnyObjective
-from taskferry.objectives.objectives import Classifier, ForwardOnly, teacher_labels
-from taskferry.taskvector import TaskVector, match_names
+from taskferry.objectives.objectives import ForwardOnly
+from taskferry.taskvector import TaskVector
 
 
 @with_bars
@@ -73,8 +70,6 @@ class WholePair(ModelPair):
     engine = "whole"
     exact = False  # whether sums are added in float64, so that the number of processes does not show
     first = True  # whether this process stores and gets the maps
-    by_block = True  # whether the maps of one block can be solved before those of the next
-    _sums: tuple[str, list[str], Statistics] | None = None  # of the last single group, for a fit that adds a point
 
     def meetings(self) -> dict[Place, Meeting]:
         """By forward passes over all samples, the same in every process."""
@@ -89,79 +84,36 @@ class WholePair(ModelPair):
     def _hashes(self) -> tuple[str, str]:
         return hash_parameters(self.source), hash_parameters(self.target)
 
-    def move(
-        self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = ""
-    ) -> Moved:
-        """Fit, then apply.
-
-        Only the maps of all samples stay, and not where another point will be added: all others are let go as soon as
-        the change has passed through them.
-        """
-        stays, names = Solved(), match_names(tau.deltas, shapes(self.source))
-        passed = [TaskVector({}) for _ in range(capture.versions)]
-        for version, solved in self._solved(capture, maps, left_out, stage):
-            if version == 0 and not capture.again:
-                stays.add(solved)
-                continue
-            part = in_place(solved.alignment(shapes(self.source), shapes(self.target), {}, {}), capture)
-            takes = {name for pair in part.pairs for name in (pair.source.weight, pair.source.bias)}
-            passed[version] += self.applied(part, tau.take(name for name in tau.deltas if names[name] in takes))
-            size = solved.bytes
-            del part, solved  # before the next are made
-            freed(size)
-        if capture.again:
-            return Moved(passed[0])
-        alignment = self.alignment(stays, capture, maps, left_out)
-        moved = self.applied(alignment, tau)
-        return Moved(moved, tuple(passed[1:]), alignment, alignment.table(), provenance=alignment.provenance)
+    def move(self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str]) -> Moved:
+        """Fit, then apply."""
+        alignment = self.fit(capture, maps, left_out)
+        return Moved(self.applied(alignment, tau), alignment, alignment.table(), provenance=alignment.provenance)
 
     def fit(self, capture: Capture, maps: MapOptions, left_out: Mapping[str, str]) -> Alignment:
-        """The maps of all samples."""
-        stays = Solved()
-        for version, solved in self._solved(capture, maps, left_out):
-            if version == 0:
-                stays.add(solved)
-        return self.alignment(stays, capture, maps, left_out)
-
-    def _solved(
-        self, capture: Capture, maps: MapOptions, left_out: Mapping[str, str], stage: str = ""
-    ) -> Iterator[tuple[int, Solved]]:
-        """Maps with the number of their version: 0 of all samples, the others without a fold each.
-
-        The pairs go in groups whose sums fit into the memory for them, each seen at every point of the capture.
-        """
+        """All maps. The pairs go in groups whose sums fit into the memory for them."""
         pairs = self.wanted(left_out)
         groups = self.groups(pairs, capture)
         share, uncounted = self.share(), self.uncounted()
-        suffix = f", {stage}" if stage else ""
-        known = 0 if self._known(groups, capture) is None else len(capture.points) - 1
-        passes = (len(capture.points) - known) * len(share)
-        capturing = Steps(self.work.progress, f"capture{suffix}", len(groups) * passes)
-        solving = Steps(self.work.progress, f"solve{suffix}", capture.versions * 2 * len(pairs))
-        rests_on = repr((self.describe(capture.backward), maps, capture.key()))
-        folder = self.work.resume if self.work.resume is None or not stage else self.work.resume / stage
-        finished = Finished(folder, len(groups), rests_on)
-        # Where maps are let go at all; a single group is not stored either.
-        by_block = self.by_block and len(groups) == 1 and (capture.again or capture.versions > 1)
+        capturing = Steps(self.work.progress, "capture", len(groups) * len(share))
+        solving = Steps(self.work.progress, "solve", 2 * len(pairs))
+        finished = Finished(self.work.resume, len(groups), repr((self.describe(capture.backward), maps, capture)))
+        found = Solved()
         for number, group in enumerate(groups):
-            done = [finished.load(number, group, i) if self.first else None for i in range(capture.versions)]
-            if self.told(None not in done):
-                capturing.step(passes)
-                solving.step(capture.versions * 2 * len(group))
-                for version in range(capture.versions):
-                    yield version, done[version] or Solved()
-                    done[version] = None
+            done = finished.load(number, group) if self.first else None
+            if self.told(done is not None):
+                capturing.step(len(share))
+                solving.step(2 * len(group))
+                found.add(done or Solved())
                 continue
-            done.clear()
-            # A group's sums live in this call only: two groups never exist at once.
-            sums = self._capture(group, capture, share, uncounted, capturing.step, only=len(groups) == 1)
-            for version in reversed(range(capture.versions)):  # the last to be solved lets go of the sums of all folds
-                for part, some in _parts(sums.pop(), group, by_block):
-                    found = self.solve(some, part, maps, solving.step)
-                    if self.first:
-                        finished.save(number, group, found, version)
-                    yield version, found
-                    del found, some
+            statistics = Statistics(exact=self.exact)
+            collect(statistics, *self._sides(capture), group, share, capture, capturing.step, uncounted)
+            sums = GroupSums.of(statistics, group)
+            del statistics  # each sum goes with its map
+            solved = self.solve(sums, group, maps, solving.step)
+            if self.first:
+                finished.save(number, group, solved)
+            found.add(solved)
+        return self.alignment(found, capture, maps, left_out)
 
     def groups(self, pairs: Sequence[Pair], capture: Capture) -> list[list[Pair]]:
         """Those that are captured together: their sums fit into the memory for them; a block is never split."""
@@ -180,40 +132,8 @@ class WholePair(ModelPair):
     def sums_bytes(self, pairs: Sequence[Pair], capture: Capture) -> int:
         """Of their sums, at most."""
         widest = max((p.element_size() for model in (self.source, self.target) for p in model.parameters()), default=4)
-        rows = self.calibration.tokens(capture.folds, capture.tokens == "answers")
+        rows = self.calibration.tokens()
         return (8 if self.exact else max(4, widest)) * sum(capture.numbers(pair, rows) for pair in pairs)
-
-    def _capture(
-        self,
-        group: list[Pair],
-        capture: Capture,
-        share: Sequence[tuple[Batch, Batch]],
-        uncounted: Sequence[tuple[Batch, Batch]],
-        on_batch: Callable[[], None],
-        only: bool,
-    ) -> list[GroupSums]:
-        """The sums of a group at all points, of all samples and without each fold.
-
-        Those of a single group stay, for the fit that adds a point to them.
-        """
-        statistics = self._known([group], capture)
-        points = capture.points if statistics is None else capture.points[-1:]
-        self._sums = None
-        statistics = statistics or Statistics(capture=capture, exact=self.exact)
-        for point in points:
-            with self._at(point):
-                collect(statistics, *self._sides(capture), group, share, capture, on_batch, uncounted)
-        if only and capture.again:
-            self._sums = (replace(capture, again=False).key(), [pair.target.name for pair in group], statistics)
-        return [GroupSums.of(each, group) for each in statistics.versions(capture)]
-
-    def _known(self, groups: list[list[Pair]], capture: Capture) -> Statistics | None:
-        """Sums that lack the last point of a capture alone."""
-        if self._sums is None or len(groups) != 1 or len(capture.points) != 2:
-            return None
-        seen, names, statistics = self._sums
-        before = replace(capture, points=capture.points[:-1]).key()
-        return statistics if (seen, names) == (before, [pair.target.name for pair in groups[0]]) else None
 
     def _sides(self, capture: Capture) -> tuple[Side, Side]:
         losses = self._bound if capture.backward or callable(self.objective) else self._forward_only
@@ -231,28 +151,12 @@ class WholePair(ModelPair):
     def _forward_only(self) -> tuple[Loss, Loss]:
         return ForwardOnly().bind(self.source, ()), ForwardOnly().bind(self.target, ())
 
-    def _at(self, point: Point) -> ExitStack:
-        stack = ExitStack()
-        for model, tau in ((self.source, point.source), (self.target, point.target)):
-            if len(tau):
-                stack.enter_context(moved_by(model, tau))(1.0)
-        return stack
-
-    def losses(self, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[list[float]]:
+    def losses(self, change: TaskVector, scales: Sequence[float], samples: Calibration) -> list[float]:
         """Forward passes of the target, one scale after the other."""
-        found = []
-        for tau, batches in zip(changes, self.calibration.judging(len(changes)), strict=True):
-            mine = self.mine(batches)
-            means = losses_at(self.target, tau, self._bound[1], mine, scales) if mine else [0.0] * len(scales)
-            count, samples = sum(map(len, mine)), sum(map(len, batches))
-            found.append([self.total(mean * count) / samples for mean in means])
-        return [list(of_scale) for of_scale in zip(*found, strict=True)]
-
-    def teacher(self, tau: TaskVector, head: Classifier, calibration: Calibration) -> Tensor:
-        """By forward passes of the tuned source."""
-        with moved_by(self.source, tau) as set_scale:
-            set_scale(1.0)
-            return teacher_labels(self.source, calibration.side(0), head)
+        mine = self.mine(samples.side(1))
+        means = losses_at(self.target, change, self._bound[1], mine, scales) if mine else [0.0] * len(scales)
+        count = sum(map(len, mine))
+        return [self.total(mean * count) / samples.samples for mean in means]
 
     # What ranks of a job do together; one process has every sample and solves every map.
 
@@ -300,16 +204,6 @@ def on_device(batches: Sequence[Batch], model: nn.Module) -> list[Batch]:
     """Where the model's inputs belong."""
     place = place_of(model)
     return [batch.to(*place) for batch in batches]
-
-
-def _parts(sums: GroupSums, group: list[Pair], by_block: bool) -> Iterator[tuple[list[Pair], GroupSums]]:
-    """A group block by block, where no two blocks read the same: one sum is solved once."""
-    blocks = [list(block) for _, block in groupby(group, key=_block)]
-    inputs = [{sums.reads[p.target.name] for p in block if p.target.name in sums.reads} for block in blocks]
-    if not by_block or sum(map(len, inputs)) > len(set().union(*inputs)):
-        blocks = [group]
-    for block in blocks:
-        yield block, sums.take({pair.target.name for pair in block})
 
 
 def _block(pair: Pair) -> tuple[str, int | None]:

@@ -1,6 +1,6 @@
 """Answers of the target before and after a transfer, beside the tuned source, on held-out samples.
 
->>> answers = held_out_answers(opened, parts, [moved], refined=[])
+>>> answers = held_out_answers(opened, numbers, moved)
 >>> answers.gain, answers.examples(5)
 """
 
@@ -90,60 +90,47 @@ class HeldOutAnswers:
 
 def held_out_answers(
     opened: Opened,
-    parts: Sequence[Sequence[int]],
-    moved: Sequence[TaskVector],
-    refined: Sequence[TaskVector],
+    numbers: Sequence[int],
+    moved: TaskVector,
+    refined: TaskVector | None = None,
     *,
     held_out: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> HeldOutAnswers | None:
-    """Generate on samples that did not make a change; None where there are no prompts, or no models to ask.
-
-    `parts` are numbers of samples; `moved` and `refined` have one change for each part, made without its samples.
-    """
+    """Generate on samples by number; None where there are no prompts, or no models to ask."""
     questions = opened.prepared.questions
     if questions is None or len(opened.models) != 2 or opened.pair.engine != "whole":
         return None
-    parts = [_evenly(part, MOST // len(parts)) for part in parts]
     source, target = opened.models
-    samples = [questions.samples[i] for part in parts for i in part]
+    samples = [questions.samples[i] for i in _evenly(numbers, MOST)]
     choices = choices_of([sample[-1].text for sample in questions.samples])
-    total, done = len(samples) * (3 + bool(refined)), 0
+    total, done = len(samples) * (3 + (refined is not None)), 0
 
-    def answers(loaded: Loaded, numbers: Sequence[int], tokenizer: Any) -> Score:
+    def answers(loaded: Loaded, tokenizer: Any) -> Score:
         nonlocal done
-        asked, start = [questions.samples[i] for i in numbers], done
-        done += len(asked)
+        start = done
+        done += len(samples)
         tell = None if progress is None else lambda now, _: progress(STAGE, start + now, total)
-        return answers_of(loaded.model, tokenizer, asked, choices=choices, progress=tell)
+        return answers_of(loaded.model, tokenizer, samples, choices=choices, progress=tell)
 
-    def changed(changes: Sequence[TaskVector]) -> Score:
-        found = []
-        for change, part in zip(changes, parts, strict=True):
-            with moved_by(target.model, change) as set_scale:
-                set_scale(1.0)
-                found.append(answers(target, part, target.tokenizer()))
-        return _joined(found)
+    def changed(change: TaskVector) -> Score:
+        with moved_by(target.model, change) as set_scale:
+            set_scale(1.0)
+            return answers(target, target.tokenizer())
 
-    everything = [i for part in parts for i in part]
     of_source = None
     if can_answer(opened.tuned):
         with teacher_model(source, opened.tuned) as teacher:
-            of_source = answers(teacher, everything, source.tokenizer())  # a tuned folder may have none
+            of_source = answers(teacher, source.tokenizer())  # a tuned folder may have none
     return HeldOutAnswers(
         tuple("\n".join(segment.text for segment in sample[:-1]) for sample in samples),
         of_source,
-        answers(target, everything, target.tokenizer()),
+        answers(target, target.tokenizer()),
         changed(moved),
-        changed(refined) if refined else None,
+        None if refined is None else changed(refined),
         questions.ends,
         held_out,
     )
-
-
-def _joined(scores: Sequence[Score]) -> Score:
-    wanted = tuple(answer for score in scores for answer in score.wanted)
-    return Score(wanted, tuple(each for score in scores for each in score.written), scores[0].choices)
 
 
 def _facts(score: Score, ends: bool) -> Mapping[str, float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from taskferry.choices import is_language_class
-from taskferry.collect.routing import Meeting
+from taskferry.data.batch import Calibration
 from taskferry.data.data import Samples, load_samples
 from taskferry.disk.files import read_json, writing
 from taskferry.disk.inputs import Inputs
@@ -23,22 +23,19 @@ from taskferry.engines.pair import ModelPair, Work
 from taskferry.engines.ranks import RankedPair, from_everyone, process_group, take_device
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
-from taskferry.jobs.cost import Plan
 from taskferry.jobs.record import Reporter
-from taskferry.jobs.settings import FitSettings, MethodSettings, PlanSettings, TransferSettings
+from taskferry.jobs.settings import FitSettings, MethodSettings, TransferSettings
 from taskferry.jobs.source import base_doubts
-from taskferry.layers.pairing import Place
-from taskferry.methods import Job
-from taskferry.models import Loaded, Skeleton, Tuned, huggingface, is_adapter, load_pair, load_tuned, read_adapter
-from taskferry.models.huggingface import owns, skeleton
-from taskferry.models.loaded import as_stored, device_named, to_device
+from taskferry.models import Loaded, Skeleton, Tuned, is_adapter, load_pair, load_tuned, read_adapter
+from taskferry.models.huggingface import owns
+from taskferry.models.loaded import device_named, to_device
 from taskferry.models.models import resolve
-from taskferry.objectives.generation import STAGE, Drawn, adapters_in, draw
+from taskferry.objectives.generation import Drawn, adapters_in, draw
 from taskferry.objectives.heads import has_text_tower
 from taskferry.objectives.preparation import Prepared, check_samples, prepare
 from taskferry.taskvector import TaskVector
 
-Settings = TransferSettings | FitSettings | PlanSettings
+Settings = TransferSettings | FitSettings
 
 
 @dataclass(frozen=True)
@@ -54,10 +51,7 @@ class Opened:
     models: tuple[Loaded, ...] = ()  # in memory
     drawn: Drawn | None = None  # samples that were not given
     doubts: tuple[str, ...] = ()  # of the source base
-
-    def planned(self, plan: Plan) -> Plan:
-        """With the drawing of samples, where that is still to come."""
-        return plan if self.drawn is None else plan.after(STAGE, self.drawn.seconds)
+    held_out: Calibration | None = None  # samples that make nothing, where a scale is chosen
 
     def shard(self, devices: tuple[str, str]) -> None:
         """Spread the weights of the blocks over the ranks, which then reach their devices."""
@@ -165,12 +159,17 @@ def _in_memory(
             everyone=from_everyone if several else None, adapters=adapters_in(Path(folder)) if folder else (),
         )  # fmt: skip
     prepared = _prepared(settings, source, target, reference, samples, drawn)
-    pair: WholePair
-    if several:
-        pair = RankedPair(source.model, target.model, prepared.calibration, prepared.objectives, work=work)
-    else:
-        pair = WholePair(source.model, target.model, prepared.calibration, prepared.objectives, work=work)
-    return Opened(pair, target, tuned, prepared, inputs, rank == 0, (source, target), drawn)
+    fit, held_out = _split(settings, prepared.calibration)
+    engine = RankedPair if several else WholePair
+    pair = engine(source.model, target.model, fit, prepared.objectives, work=work)
+    return Opened(pair, target, tuned, prepared, inputs, rank == 0, (source, target), drawn, held_out=held_out)
+
+
+def _split(settings: MethodSettings, calibration: Calibration) -> tuple[Calibration, Calibration | None]:
+    """Samples that make the change, and others that choose its scale; all make it where the scale is given."""
+    if isinstance(settings, TransferSettings) and settings.scale == "auto":
+        return calibration.split(settings.seed)
+    return calibration, None
 
 
 def _prepared(
@@ -214,43 +213,9 @@ def _on_disk(settings: MethodSettings, scratch: Path, work: Work, inputs: Inputs
             raise _unchanged(given, source.given)
         tuned = Tuned(TaskVector(difference), ignored=difference.left_out, given=given)
     prepared = prepare(settings, source.loaded(), target.loaded(), None, samples=samples)
-    pair = BlockPair(source, target, prepared.calibration, prepared.objectives, scratch=scratch, work=work)
-    return Opened(pair, target, tuned, prepared, inputs)
-
-
-def without_weights(settings: PlanSettings) -> tuple[Job, tuple[torch.dtype, torch.dtype], Prepared]:
-    """A pair of empty models from their configurations, with the samples and the fine-tune where it is a LoRA.
-
-    Maps are counted for every layer where it is none.
-    """
-    if settings.generates:
-        raise TaskferryError("--device-memory plans without weights, which cannot write samples: give a file of them")
-    found, precisions = [], []
-    for name in ("source_base", "target_base"):
-        given = getattr(settings, name)
-        folder = _resolved(name, given)
-        if not owns(folder):
-            raise TaskferryError(f"{given} is no Hugging Face folder: leave --device-memory out")
-        model, stored = skeleton(Path(folder), weights=False)
-        found.append(Loaded(model, given, Path(folder), huggingface, extra={"dtype": stored}))
-        precisions.append(as_stored(settings.dtype, stored))
-    tau = TaskVector({})
-    if settings.source_tuned is not None and is_adapter(Path(_resolved("source_tuned", settings.source_tuned))):
-        tau = read_adapter(Path(resolve(settings.source_tuned)), Skeleton.of(found[0].model)).tau
-    prepared = prepare(settings, found[0], found[1], None)
-    work = Work(int(settings.statistics_memory * 2**30))
-    pair = SkeletonPair(found[0].model, found[1].model, prepared.calibration, prepared.objectives, work=work)
-    return Job(pair, tau, every_site=not len(tau)), (precisions[0], precisions[1]), prepared
-
-
-class SkeletonPair(WholePair):
-    """Models without weights: sites and pairs, and nothing that runs."""
-
-    def meetings(self) -> dict[Place, Meeting]:
-        """Experts are matched by running both models."""
-        raise TaskferryError(
-            "experts are matched by running both models, which needs weights: leave --device-memory out"
-        )
+    fit, held_out = _split(settings, prepared.calibration)
+    pair = BlockPair(source, target, fit, prepared.objectives, scratch=scratch, work=work)
+    return Opened(pair, target, tuned, prepared, inputs, held_out=held_out)
 
 
 @contextmanager

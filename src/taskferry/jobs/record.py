@@ -12,7 +12,6 @@ from taskferry.coverage import Coverage
 from taskferry.disk.records import as_json
 from taskferry.display.tables import ROWS, panel
 from taskferry.jobs.card import write_card
-from taskferry.jobs.cost import Plan
 from taskferry.settings import Settings, Writing, dump_settings
 from taskferry.taskvector import TaskVector
 from taskferry.version import __version__
@@ -24,9 +23,7 @@ SETTINGS = "taskferry.yaml"
 class Reporter:
     """Told what happens; the silent one does nothing."""
 
-    wants_plan = False  # a plan takes a trial of some seconds: not for nobody
-
-    def plan(self, plan: Plan, lines: Mapping[str, str]) -> None:
+    def plan(self, lines: Mapping[str, str]) -> None:
         """Before the work."""
 
     def step(self, what: str, done: int, total: int) -> None:

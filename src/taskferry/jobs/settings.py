@@ -1,4 +1,4 @@
-"""Settings of the jobs that move by a method: transfer, fit and plan."""
+"""Settings of the jobs that move by a method: transfer and fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # imported on use: `--help` shows these settings and needs no
     from taskferry.methods import Method
     from taskferry.training.refinement import Refinement
 
-DEFAULT_METHOD = "twofold"
+DEFAULT_METHOD = "bico"
 _PAIR = ("source_base", "source_tuned", "target_base", "calibration")
 _SHARED = ("map_rank", "tolerance")  # settings of the command that a method may have too
 
@@ -35,7 +35,6 @@ class MethodSettings(GenerationSettings, MapSettings, PairPlaceSettings):
     source_base: str = Field("", description="the base model that was tuned (default: the one that an adapter names)")
     target_base: str = Field(description="the base model to move to")
     method: str = Field(DEFAULT_METHOD, description="how to move; `taskferry methods` lists all")
-    effort: Literal["fast", "standard", "thorough"] = Field("standard", description="how much work the method does")
     method_settings: dict[str, Any] = Field({}, description="settings of the method, such as inputs=gradients")
 
     @field_validator("method_settings", mode="before")
@@ -61,11 +60,11 @@ class MethodSettings(GenerationSettings, MapSettings, PairPlaceSettings):
         return "ranks" if started_by_torchrun() else "whole"
 
     def chosen(self) -> tuple[Method, dict[str, Any]]:
-        """The method and its settings: those of its effort, those given for it, and the general ones that it has."""
+        """The method and its settings: those given for it, and the general ones that it has."""
         from taskferry.methods import find
 
         method = find(self.method)
-        own = {**method.at(self.effort), **self.method_settings}
+        own = dict(self.method_settings)
         for name in _SHARED:
             value = getattr(self, name)
             if value == type(self).model_fields[name].default:
@@ -74,8 +73,6 @@ class MethodSettings(GenerationSettings, MapSettings, PairPlaceSettings):
                 raise TaskferryError(f"the method {self.method} has no {name}: leave --{name.replace('_', '-')} out")
             own.setdefault(name, value)
         method.checked(own)
-        if method.needs.training:
-            self.trains(f"the method {method.name}")
         return method, own
 
     def trains(self, what: str) -> None:
@@ -115,33 +112,6 @@ class RefineSettings(MethodSettings):
 
         return Refinement(steps=self.refine, seed=self.seed, **given)
 
-    def check_start(self, method: Method, scale: Scale | str = "auto") -> None:
-        """A method that moves nothing is a start of training alone."""
-        if not method.needs.change and (not self.refine or scale != "auto"):
-            wrong = "leave --scale out" if self.refine else "add --refine STEPS"
-            raise TaskferryError(f"--method {method.name} moves nothing, it is where a training begins: {wrong}")
-
-
-class PlanSettings(RefineSettings):
-    """taskferry plan."""
-
-    command: ClassVar[str] = "plan"
-    first: ClassVar[tuple[str, ...]] = (*_PAIR, "effort", "samples", "refine")
-
-    source_tuned: str | None = Field(None, description="the tuned source: only its maps are counted")
-    device_memory: float | None = Field(
-        None, gt=0, description="GB of a device: which engine fits, from the configurations alone, without weights"
-    )
-
-    @property
-    def refinement(self) -> Refinement | None:
-        """With what a plan of it has to see: the form of the change, and models that run."""
-        if self.refine and self.source_tuned is None:
-            raise TaskferryError("--refine trains what was moved: give --source-tuned, or leave --refine out")
-        if self.refine and self.device_memory is not None:
-            raise TaskferryError("--device-memory counts a move alone: leave --refine out, or --device-memory")
-        return super().refinement
-
 
 def _same(given: Any, fixed: Any) -> bool:
     """Whether a word of a command line or a file means what is fixed."""
@@ -157,9 +127,7 @@ class FitSettings(MethodSettings, Writing):
     command: ClassVar[str] = "fit"
     first: ClassVar[tuple[str, ...]] = (*_PAIR, "out", "samples")
 
-    source_tuned: str | None = Field(
-        None, description="a fine-tune for reference: it labels samples, and the method refits its maps along it"
-    )
+    source_tuned: str | None = Field(None, description="a fine-tune for reference: it labels samples")
     adapters: str | None = Field(
         None, description="a folder of adapters of the source base: each writes its share of generated samples"
     )
@@ -183,7 +151,7 @@ class TransferSettings(RefineSettings, OutputSettings, Writing):
     """taskferry transfer."""
 
     command: ClassVar[str] = "transfer"
-    first: ClassVar[tuple[str, ...]] = (*_PAIR, "out", "samples", "effort", "refine")
+    first: ClassVar[tuple[str, ...]] = (*_PAIR, "out", "samples", "refine")
 
     source_tuned: str = Field(description="the tuned source: a model, a PEFT LoRA, a state file or a task vector")
     scale: Scale | Literal["auto"] = Field(
@@ -211,7 +179,7 @@ class TransferSettings(RefineSettings, OutputSettings, Writing):
         method = published()
         fixed = {"method": method.name, **(method.paper or {})}
         other = [name for name, value in fixed.items() if name in given and not _same(given[name], value)]
-        own = {name: cls.default_of(name) for name in ("method_settings", "tolerance", "effort")}
+        own = {name: cls.default_of(name) for name in ("method_settings", "tolerance")}
         other += [name for name, default in own.items() if not _same(given.get(name, default), default)]
         if other:
             raise ValueError(f"paper fixes {', '.join(other)}: give one or the other")

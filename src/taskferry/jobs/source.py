@@ -26,9 +26,9 @@ from taskferry.objectives.objectives import Classifier, Head
 from taskferry.taskvector import Delta, TaskVector
 
 if TYPE_CHECKING:
-    from taskferry.jobs.settings import FitSettings, PlanSettings, TransferSettings
+    from taskferry.jobs.settings import FitSettings, TransferSettings
 
-S = TypeVar("S", "TransferSettings", "FitSettings", "PlanSettings")
+S = TypeVar("S", "TransferSettings", "FitSettings")
 _COPY = re.compile("(-unsloth)?-bnb-[48]bit$")  # of a name: quantised weights of the same model, for training
 MOST = 32  # samples
 LEAST = 0.01  # of the base's loss: a fine-tune that takes less off does nothing for these samples
@@ -66,7 +66,7 @@ def base_of(folder: Path) -> str | None:
     return f"{name}@{revision}" if revision and hub_id(name) == name else name
 
 
-def base_doubts(settings: TransferSettings | FitSettings | PlanSettings, found: Mapping[str, str]) -> list[str]:
+def base_doubts(settings: TransferSettings | FitSettings, found: Mapping[str, str]) -> list[str]:
     """Where an adapter names another base than the one that is given; `found` is where the models lie."""
     tuned = found.get("source_tuned")
     named = base_of(Path(tuned)) if tuned is not None and is_adapter(Path(tuned)) else None

@@ -7,11 +7,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from taskferry.jobs.cost import Plan, peak
 from taskferry.jobs.record import Reporter
 
 
@@ -20,14 +20,13 @@ class Timing(Reporter):
 
     def __init__(self, inner: Reporter) -> None:
         self.inner = inner
-        self.wants_plan = inner.wants_plan
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
-    def plan(self, plan: Plan, lines: Mapping[str, str]) -> None:
-        """What comes before the work: models loaded, samples prepared, a trial for the plan."""
+    def plan(self, lines: Mapping[str, str]) -> None:
+        """What comes before the work: models loaded, samples prepared."""
         self.ends("prepare")
-        self.inner.plan(plan, lines)
+        self.inner.plan(lines)
 
     def step(self, what: str, done: int, total: int) -> None:
         """A step of a stage."""
@@ -51,3 +50,13 @@ class Timing(Reporter):
     def work(self) -> dict[str, Any]:
         """Seconds by stage, and the most memory that the process has held so far (0 where the system does not say)."""
         return {"seconds": {what: round(t, 3) for what, t in self.seconds.items()}, "peak_bytes": peak()}
+
+
+def peak() -> int:
+    """The most bytes that this process has held so far (0 where the system does not say)."""
+    try:
+        import resource
+    except ImportError:  # no such thing on Windows
+        return 0
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

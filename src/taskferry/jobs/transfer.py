@@ -6,18 +6,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from taskferry.collect.scale import ScaleCurve
 from taskferry.disk.staging import check_free
-from taskferry.engines.pair import ModelPair
 from taskferry.errors import TaskferryError
 from taskferry.jobs.answers import HeldOutAnswers, held_out_answers
-from taskferry.jobs.forecast import foretold
 from taskferry.jobs.opening import Opened, cut_line, opened
 from taskferry.jobs.output import FORMS, dequantised, in_form, output_kind, packed, rounded, write_output
-from taskferry.jobs.plan import plan_job, refining
 from taskferry.jobs.record import Outcome, Reporter, make_record, summary
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.source import SourceLosses, source_losses, with_base
@@ -25,19 +22,17 @@ from taskferry.jobs.spectrum import before_and_after, energy_moved
 from taskferry.jobs.timing import Timing
 from taskferry.jobs.verdict import Judged, verdict
 from taskferry.methods import Job, Moved, find
-from taskferry.methods.registry import without_move
 from taskferry.models import Adapter, Tuned
 from taskferry.models.adapter_config import CONFIG
 from taskferry.models.conversion import peft_for
 from taskferry.objectives.generation import HALF
-from taskferry.objectives.objectives import Classifier, LanguageModel
+from taskferry.objectives.objectives import Classifier
 from taskferry.objectives.task_head import MovedHead, TaskHead
 from taskferry.objectives.teacher import check_whole
 from taskferry.taskvector import LazyDeltas, TaskVector
 from taskferry.training.lessons import Likeness, kind_of
 from taskferry.training.refinement import STAGE, Refined, least_of, refine
 
-REAL = 100_000_000  # parameters of the smallest language models that this was measured on (docs/results.md)
 ENGINES = {"whole": "both models in memory", "blockwise": "one block at a time", "ranks": "several processes"}
 WORSE = " Fewer answers are right than before: nothing was written (--force writes it anyway)."
 HALVED = " Half of the scale that is best on them was taken."
@@ -50,7 +45,6 @@ def transfer(
     settings, given = with_base(settings), settings
     (method, own), refinement = settings.chosen(), settings.refinement
     method.refuse(settings.engine_name)
-    settings.check_start(method, settings.scale)
     check_free(settings.out)
     timing = Timing(reporter or Reporter())
     with opened(settings, timing, settings.out, dry_run=dry_run) as models:
@@ -58,16 +52,12 @@ def transfer(
         head = _head(settings, models, kind)
         _check_training(settings, models, kind)
         source = None if dry_run else _source(settings, models, timing)
-        job = Job(models.pair, models.tuned.tau)
-        if method.needs.maps and (settings.scale == "auto" or refinement is not None):
-            job = job.in_folds()  # what is chosen, and a refinement's start, are judged by maps of other samples
-        if (dry_run or timing.wants_plan) and models.first:
-            timing.note("measuring this machine for the plan")
-            plan = plan_job(job, method, own, scale=settings.scale, refinement=refinement)
+        job = Job(models.pair, models.tuned.tau, models.held_out)
+        if models.first:
             lines = _plan_lines(settings, models, kind)
             if not given.source_base:
                 lines["from"] += f", the base that its {CONFIG} names"
-            timing.plan(models.planned(plan), lines)
+            timing.plan(lines)
         if dry_run:
             return None
         timing.ends("prepare")
@@ -77,37 +67,24 @@ def transfer(
         timing.ends("apply")
         # Cut first: the scale and the verdict are those of what is written.
         final, cut = in_form(settings, kind, moved.tau)
-        apart = job.calibration.folds > 1
-        crossed = tuple(in_form(settings, kind, each)[0] for each in moved.without if apart)
-        judged = crossed or (final,)
-        curve, factor = scaled(settings, job, moved, final, judged)
-        chosen = settings.scale == "auto" and curve.helps and not method.needs.training
-        halved = chosen and drawn is not None and drawn.whole
+        apart = job.judging is not job.calibration
+        curve, factor = scaled(settings, job, moved, final)
+        halved = settings.scale == "auto" and curve.helps and drawn is not None and drawn.whole
         if halved:
             factor *= HALF
-            curve = at_half(job, [factor * each for each in judged], curve)
+            curve = at_half(job, factor * final, curve)
         if not curve.helps:
             factor = 0.0
         shown = in_units(curve, job)
-        expected = foretold(
-            settings,
-            job.pair.objectives[1],
-            curve,
-            len(models.prepared.indices),
-            labelled=models.prepared.by_data,
-            low_rank=models.tuned.adapter is not None,
-        )
         written, refined = factor * final, None
         if refinement is not None:
             resume = job.pair.work.resume
             folder = None if resume is None else resume / STAGE  # beside the output until that is written
-            without = [factor * each for each in crossed]
-            refined = refine(job.pair, job.tau, written, refinement, without=without, folder=folder)
+            refined = refine(job.pair, job.tau, written, refinement, held_out=job.held_out, folder=folder)
             written = refined.tau
         answers = None
-        if (curve.helps or refined is not None) and not method.needs.training:
-            changes = [factor * each for each in judged]
-            answers = _answers(models, job, changes, factor * final, refined, timing)
+        if curve.helps or refined is not None:
+            answers = _answers(models, job, factor * final, refined, timing)
         seen = moved.tau if refined is None else replace(written, coverage=moved.tau.coverage)
         spectrum = {} if isinstance(final.deltas, LazyDeltas) else before_and_after(models.tuned.tau, seen)
         moved_head = None if head is None else head.move(models.prepared.calibration, models.tuned.tau, written)
@@ -124,10 +101,8 @@ def transfer(
                     job.pair.objectives[1].unit,
                     len(models.prepared.indices),
                     apart=apart,
-                    trained=method.needs.training,
                     generated=drawn is not None,
                     taught=models.prepared.taught,
-                    expected=expected,
                     doubts=_doubts(settings, models, source),
                 ),
                 final,
@@ -174,24 +149,13 @@ def transfer(
 
 
 def _answers(
-    models: Opened,
-    job: Job,
-    changes: Sequence[TaskVector],
-    start: TaskVector,
-    refined: Refined | None,
-    timing: Timing,
+    models: Opened, job: Job, moved: TaskVector, refined: Refined | None, timing: Timing
 ) -> HeldOutAnswers | None:
-    """Generate answers on samples that made neither the change nor what was learned after it.
-
-    `changes` were made without each fold of the samples; what a refinement of `start` has learned is added to each.
-    """
-    if refined is None:
-        parts = [[i for batch in part for i in batch.ids] for part in job.calibration.judging(len(changes))]
-        return held_out_answers(models, parts, changes, [], held_out=job.calibration.folds > 1, progress=timing.step)
-    used = [(part, change) for part, change in zip(refined.parts, changes, strict=True) if part]
-    moved = [change for _, change in used]
-    learned = [change + (refined.tau - start) for change in moved]
-    return held_out_answers(models, [part for part, _ in used], moved, learned, progress=timing.step)
+    """Generate answers on samples that made neither the change nor what was learned after it."""
+    numbers = [i for batch in job.judging.side(1) for i in batch.ids] if refined is None else refined.aside
+    held_out = refined is not None or job.judging is not job.calibration
+    learned = None if refined is None else refined.tau
+    return held_out_answers(models, numbers, moved, learned, held_out=held_out, progress=timing.step)
 
 
 def _source(settings: TransferSettings, models: Opened, reporter: Reporter) -> SourceLosses | None:
@@ -224,10 +188,6 @@ def _check_training(settings: TransferSettings, models: Opened, kind: str) -> No
     cut = settings.rank is not None or settings.energy is not None
     if find(settings.method).needs.dense and kind == "lora" and not cut:
         raise TaskferryError(f"the method {settings.method} makes a dense change of a LoRA: write it with --as-model")
-    if settings.energy is not None and not find(settings.method).needs.change:
-        raise TaskferryError(
-            f"the method {settings.method} moves nothing, which has no energy: give a rank (--rank 16)"
-        )
     refinement = settings.refinement
     if refinement is None:
         return
@@ -257,42 +217,33 @@ def told_of(head: MovedHead) -> str:
     return f" The head {layer} moved too: on {share:.0%} of the samples it says what the tuned source says."
 
 
-def scaled(
-    settings: TransferSettings, job: Job, moved: Moved, final: TaskVector, judged: Sequence[TaskVector]
-) -> tuple[ScaleCurve, float]:
+def scaled(settings: TransferSettings, job: Job, moved: Moved, final: TaskVector) -> tuple[ScaleCurve, float]:
     """Losses at the scales that were looked at, and what the change is multiplied by: 1 where its method has chosen.
 
-    `judged` are the changes by maps made without each fold of the samples, in the form that is written.
+    `final` is what moved in the form that is written.
     """
     if settings.scale != "auto":
         scales = list(dict.fromkeys((0.0, float(settings.scale))))
-        losses = job.losses(judged, scales)
+        losses = job.losses(final, scales)
         return ScaleCurve(tuple(zip(scales, losses, strict=True)), scales[-1]), scales[-1]
     if moved.curve is None:
-        curve = job.best_scale(judged)
+        curve = job.best_scale(final)
         return curve, curve.best
     curve, best = moved.curve, moved.curve.best
     if final is moved.tau or not curve.helps:
         return curve, 1.0
-    found = job.pair.losses(job.in_shares(judged), [0.0, 1.0])  # of what the cut has left
-    before, after = map(job.mean, found)
-    points = (0.0, before), (best, after)
-    if not after < before:
-        return ScaleCurve(points, 0.0), 1.0
-    return ScaleCurve(points, best, tuple(zip(*found, strict=True)) if curve.folds else ()), 1.0
+    before, after = job.losses(final, [0.0, 1.0])  # of what the cut has left
+    return ScaleCurve(((0.0, before), (best, after)), best if after < before else 0.0), 1.0
 
 
-def at_half(job: Job, judged: Sequence[TaskVector], curve: ScaleCurve) -> ScaleCurve:
+def at_half(job: Job, change: TaskVector, curve: ScaleCurve) -> ScaleCurve:
     """With the loss at half of its best scale, which is taken: whole texts of the tuned source ask for too large ones.
 
-    What a small model writes is met by a larger change than real texts are (docs/how-to/no-data.md). `judged` are the
-    changes at that scale.
+    What a small model writes is met by a larger change than real texts are (docs/how-to/no-data.md).
     """
-    losses = job.pair.losses(job.in_shares(judged), [1.0])[0]
-    half, after = HALF * curve.best, job.mean(losses)
-    folds = zip((before for before, _ in curve.folds), losses, strict=True) if curve.folds else ()
+    half, after = HALF * curve.best, job.losses(change, [1.0])[0]
     points = tuple(sorted({**dict(curve.points), half: after}.items()))
-    return ScaleCurve(points, half, tuple(folds)) if after < curve.loss(0.0) else ScaleCurve(points, 0.0)
+    return ScaleCurve(points, half if after < curve.loss(0.0) else 0.0)
 
 
 def _made_from_samples(models: Opened) -> bool:
@@ -309,10 +260,8 @@ def _placed(models: Opened) -> str:
 
 def in_units(curve: ScaleCurve, job: Job) -> ScaleCurve:
     """Losses per token of a language model, per sample of all others, as `taskferry evaluate` has them."""
-    objective, parts = job.pair.objectives[1], job.calibration.judging(max(1, len(curve.folds)))
-    sizes = [(sum(map(len, batches)), objective.units(job.target, batches)) for batches in parts]
-    total = sum(samples for samples, _ in sizes) / max(1, sum(units for _, units in sizes))
-    return curve.times(total, [samples / max(1, units) for samples, units in sizes])
+    units = job.pair.objectives[1].units(job.target, job.judging.side(1))
+    return curve.times(job.judging.samples / max(1, units))
 
 
 def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[str, str]:
@@ -337,37 +286,10 @@ def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[s
         **({} if models.drawn is not None else cut_line(prepared)),
         "labels": prepared.labels,
         "method": " ".join([settings.method, *(f"{k}={v}" for k, v in settings.method_settings.items())]),
-        **_efforts(settings),
-        **refining(settings),
-        **_training(settings, models.pair),
+        **({"refine": f"{settings.refine} training steps towards the tuned source"} if settings.refine else {}),
         "engine": ENGINES.get(models.pair.engine, models.pair.engine),
         "devices": _placed(models),
         "loss": f"{prepared.objectives[1].words}, {prepared.objectives[1].unit}",
-        "scale": _scale_line(settings),
+        "scale": "chosen on samples held out" if settings.scale == "auto" else f"{settings.scale:g}",
         "output": f"{FORMS[kind]} in {settings.out}{dequantised(kind, models.target).replace(' The', ': the')}",
     }
-
-
-def _scale_line(settings: TransferSettings) -> str:
-    if not find(settings.method).needs.change:
-        return "nothing is moved"
-    return "chosen on the samples" if settings.scale == "auto" else f"{settings.scale:g}"
-
-
-def _training(settings: TransferSettings, pair: ModelPair) -> dict[str, str]:
-    """What got further for less on real language models, where a user may train."""
-    real = sum(parameter.numel() for parameter in pair.target.parameters()) >= REAL
-    if settings.refine or pair.engine != "whole" or not real or not isinstance(pair.objectives[1], LanguageModel):
-        return {}
-    start = without_move().name
-    return {"if training is allowed": f"--refine 30 got much further on real models, --method {start} with it for less"}
-
-
-def _efforts(settings: TransferSettings) -> dict[str, str]:
-    """How much work the method does, and what is faster."""
-    efforts = find(settings.method).efforts
-    if not efforts:
-        return {}
-    fast = next(iter(efforts))
-    faster = {} if settings.effort == fast else {"faster": f"--effort {fast}, or --paper, which is the fastest"}
-    return {"effort": settings.effort, **faster}

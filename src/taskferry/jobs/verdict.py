@@ -9,8 +9,7 @@ from typing import Any
 from taskferry.collect.scale import ScaleCurve
 from taskferry.coverage import Coverage
 from taskferry.jobs.answers import HeldOutAnswers
-from taskferry.jobs.forecast import Forecast
-from taskferry.methods.registry import FEW, without_move
+from taskferry.methods.registry import FEW
 from taskferry.models import by_reason
 from taskferry.taskvector import TaskVector
 from taskferry.training.refinement import Refined
@@ -32,10 +31,8 @@ class Judged:
     unit: str = "per sample"
     samples: int = FEW
     apart: bool = True  # whether the losses are of samples that did not make the maps
-    trained: bool = False  # whether the method was trained on them
     generated: bool = False  # whether the tuned source wrote them
     taught: bool = False  # whether it gave the labels or answers
-    expected: Forecast | None = None  # of the gain, where that can be said
     doubts: tuple[str, ...] = ()  # of the source base
 
 
@@ -56,18 +53,13 @@ def verdict(
             f"No scale up to {curve.points[-1][0]:g} lowers the calibration loss of the target ({before:.4g} {unit}): "
             "the verdict is scale 0, nothing was written."
         )
-        if refined is not None and not trained and len(curve.points) == 1:
-            sentence = f"Nothing was moved (calibration loss {before:.4g} {unit}), and nothing was written."
-        elif trained and len(curve.points) > 1:
+        if trained:
             sentence = (
                 f"No scale of the move lowers the calibration loss ({before:.4g} {unit}): training began without it."
             )
-        elif trained:
-            sentence = f"Nothing was moved: training began at the target (calibration loss {before:.4g} {unit})."
     else:
         change = "down" if after < before else "UP"
-        on = ", on the samples that it was trained on" if judged.trained else ""
-        on = ", on samples that did not make the maps" if judged.apart else on
+        on = ", on samples that did not make the change" if judged.apart else ""
         sentence = (
             f"{_weights(moved)} moved at scale {curve.best:.3g}; "
             f"the calibration loss went {change} from {before:.4g} to {after:.4g} {unit}{on}."
@@ -75,8 +67,6 @@ def verdict(
         sentence += left_behind(energy)
     if answers is not None:
         sentence = f"{sentence} {answers.sentence}"
-    if judged.expected is not None:
-        sentence = f"{sentence} {judged.expected.sentence}"
     if refined is not None:
         sentence = f"{sentence} {refined.sentence}"
     if judged.generated:
@@ -92,10 +82,7 @@ def verdict(
         "loss_before": before,
         "loss_after": after,
         "loss_unit": unit,
-        "loss_of_folds": [list(each) for each in curve.folds],
-        "uncertain": curve.doubtful,
         "answers": None if answers is None else answers.record(),
-        "expected_share": None if judged.expected is None else judged.expected.record(),
         **_counts(moved),
         **({"energy": dict(energy)} if energy else {}),
         **({"generated_samples": True} if judged.generated else {}),
@@ -107,7 +94,7 @@ def state_of(judged: Judged, answers: HeldOutAnswers | None, refined: Refined | 
     curve, trained = judged.curve, refined is not None and refined.kept > 0
     lower = curve.loss(curve.best) < curve.loss(0.0) if refined is None or not trained else refined.better
     if answers is None:
-        return HARMS if not lower else NOT_SHOWN if curve.doubtful and not trained else HELPS
+        return HELPS if lower else HARMS
     _, low, high = answers.gain
     if low > 0:
         return HELPS
@@ -140,7 +127,7 @@ def warnings(
     if refined is not None and refined.kept and not refined.better:
         found.append(
             "on the samples kept aside the refined target is no better than the untouched one: evaluate it before you "
-            f"use it, or train from scratch (--method {without_move().name})"
+            "use it"
         )
     if curve.helps and not curve.loss(curve.best) < curve.loss(0.0):
         found.append(
@@ -152,8 +139,6 @@ def warnings(
             f"only {judged.samples} samples: the loss above says little about others; give about a hundred, and "
             "evaluate on samples that were not used here"
         )
-    if curve.doubtful:
-        found.append("one part of the samples says the opposite of the other: evaluate it before you use it")
     return found + _stayed(energy, ignored)
 
 

@@ -10,7 +10,7 @@ Padding is masked out of both sides.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -38,19 +38,6 @@ class Layout:
             return self.prefix + self.grid[0] * self.grid[1]
         tensor = self.mask if self.mask is not None else self.ids if self.ids is not None else self.spans
         return None if tensor is None else tensor.shape[1]
-
-    def predicting(self, answering: Tensor) -> Layout:
-        """Of a text, the tokens [n, L] that predict an answer; what are no tokens of that text stay as they are.
-
-        A change is a sum of gᵀx, and g is large where the answer is predicted: what is read before has many more rows,
-        and says little of the task. Two such tokens meet where what they predict begins with the same character: in
-        front of an answer there may be marks of a chat, which have no characters.
-        """
-        if self.ids is None or self.ids.shape != answering.shape:
-            return self
-        following = None if self.spans is None else self.spans[..., 0].roll(-1, 1)
-        spans = None if following is None else torch.stack([following, following + 1], -1)
-        return replace(self, mask=answering, spans=spans)
 
 
 @dataclass(frozen=True)

@@ -77,19 +77,6 @@ def gram(C: Tensor) -> Tensor:
     return G
 
 
-def add_gram(G: Tensor, X: Tensor) -> None:
-    """Xᵀ X added to the lower triangle of G [d, d], strip by strip, for rows X [M, d]."""
-    for start, stop in strips(G.shape[0]):
-        G[start:, start:stop].addmm_(X[:, start:].T, X[:, start:stop])
-
-
-def mirrored(G: Tensor) -> Tensor:
-    """G itself, with what stands above its diagonal strips set to what stands below them."""
-    for start, stop in strips(G.shape[0]):
-        G[start:stop, stop:] = G[stop:, start:stop].T
-    return G
-
-
 def strips(n: int) -> Iterator[tuple[int, int]]:
     """The columns of each strip of a symmetric matrix, which lie below its first row."""
     return ((start, min(start + STRIP, n)) for start in range(0, n, STRIP))

@@ -82,10 +82,6 @@ class Map:
         d_A, d_B = self.shape
         return vectors * (d_A * d_B if self.U is None else self.U.shape[1] * (d_A + d_B))
 
-    def times(self, scale: float) -> Map:
-        """A multiple of the map: no isometry any more, it scales what it moves."""
-        return Map(R=self.R * scale) if self.R is not None else Map(U=self._need_factors()[0] * scale, V=self.V)
-
     def dense(self) -> Tensor:
         """R as one matrix [d_A, d_B]."""
         if self.R is not None:

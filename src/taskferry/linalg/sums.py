@@ -12,28 +12,25 @@ in the last block of a class-token model all tokens but one have no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
 from taskferry.errors import TaskferryError
-from taskferry.linalg.decompositions import add_gram
 from taskferry.linalg.precision import full_precision
 from taskferry.linalg.procrustes import (
     NOT_FINITE,
     Map,
     Spectrum,
     check_finite,
-    partial_isometry,
     procrustes,
     procrustes_batch,
     procrustes_from_rows,
 )
-from taskferry.linalg.subspace import by_strongest, is_wide, products
 
 BATCH = 16  # maps in one batched decomposition
 TINY = 32  # the width up to which a CPU gains by it (measured; above, each LAPACK call fills the cores)
@@ -68,17 +65,12 @@ class Collective(Protocol):
         """The rows of all processes, on their owner."""
 
 
-Self = TypeVar("Self", bound="CrossCovariance")
-
-
 @dataclass
 class CrossCovariance:
     """C = Σ x_Aᵀ x_B over tokens, [d_A, d_B], with the energies ‖X_A‖² and ‖X_B‖².
 
     Memory: at most d_A · d_B numbers of the activations' precision (float32 at least).
     """
-
-    moments: ClassVar[tuple[str, ...]] = ("C",)  # the matrices that a sum is made of
 
     d_A: int
     d_B: int
@@ -87,9 +79,7 @@ class CrossCovariance:
     energy_B: float | Tensor = 0.0
     C: Tensor | None = None
     exact: bool = False  # add the micro-batches' products in float64, so that their order does not show
-    directions: int = 0  # the most that the map of a wide space has; 0: as many as there are
     _pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    _parts: list[CrossCovariance] = field(default_factory=list)  # sums that this one is the total of, when it is used
 
     @staticmethod
     def alive(X: Tensor) -> Tensor:
@@ -97,16 +87,11 @@ class CrossCovariance:
         norms: Tensor = torch.linalg.vector_norm(X.to(torch.promote_types(X.dtype, torch.float32)), dim=-1)
         return norms != 0
 
-    @classmethod
-    def numbers(cls, d_A: int, d_B: int) -> int:
-        """How many it keeps at most."""
-        return d_A * d_B
-
-    @classmethod
-    def numbers_of(cls, rows: int, d_A: int, d_B: int, directions: int = 0) -> int:
-        """How many it keeps of so many rows."""
-        few = cls(d_A, d_B, directions=directions)._few(rows)
-        return rows * (d_A + d_B) if few else cls.numbers(d_A, d_B)
+    @staticmethod
+    def numbers(d_A: int, d_B: int, rows: int | None = None) -> int:
+        """How many it keeps at most, or of so many rows."""
+        few = rows is not None and rows * (d_A + d_B) <= d_A * d_B
+        return rows * (d_A + d_B) if few and rows is not None else d_A * d_B
 
     def add(self, X_A: Tensor, X_B: Tensor, chosen: Tensor | None = None) -> None:
         """Add token rows X_A [M, d_A] and X_B [M, d_B].
@@ -149,7 +134,6 @@ class CrossCovariance:
         """Add another part's sums to this one."""
         if (self.d_A, self.d_B) != (other.d_A, other.d_B):
             raise ValueError(f"cannot merge {other.d_A} x {other.d_B} into {self.d_A} x {self.d_B}")
-        other.settle()
         self.energy_A = self.energy_A + other.energy_A
         self.energy_B = self.energy_B + other.energy_B
         self.rows += other.rows
@@ -157,117 +141,42 @@ class CrossCovariance:
         if self.C is None and other.C is None and self._few(self.rows):
             return
         self._sum_pending()
-        for name in self.moments:
-            mine, its = getattr(self, name), getattr(other, name)
-            if its is not None:
-                setattr(self, name, its.clone() if mine is None else mine + its.to(mine))
-
-    def empty(self: Self) -> Self:
-        """Sums of the same kind that have seen nothing."""
-        return type(self)(self.d_A, self.d_B, exact=self.exact, directions=self.directions)
-
-    def total_of(self, parts: Sequence[CrossCovariance]) -> None:
-        """Be the total of other sums from the moment that it is used: until then they take memory once."""
-        self._parts = list(parts)
-        if min(self.d_A, self.d_B) <= TINY:
-            self.settle()
-
-    def settle(self) -> None:
-        """Add up what it is the total of."""
-        while self._parts:
-            self.merge(self._parts.pop(0))
-
-    def ready(self) -> CrossCovariance:
-        """The plain sums to decompose; these stay as they are."""
-        self.settle()
-        return self
-
-    def plain(self) -> CrossCovariance:
-        """The same rows without whatever is done to them before they are decomposed."""
-        return self
+        if other.C is not None:
+            self.C = other.C.clone() if self.C is None else self.C + other.C.to(self.C)
 
     def matrix(self) -> Tensor:
         """C as one matrix [d_A, d_B]."""
-        self.settle()
         self._sum_pending()
         return torch.zeros(self.d_A, self.d_B) if self.C is None else self.C
 
+    @full_precision()
     def solve(
         self, *, rank: RankPolicy = "range", tolerance: float = DEFAULT_TOLERANCE, factored: bool = False
     ) -> tuple[Map, Quality]:
         """The Procrustes map of what has been added, and how good it is."""
-        self.settle()
-        with full_precision():
-            return self._solve(rank, tolerance, factored)
-
-    def _solve(self, rank: RankPolicy, tolerance: float, factored: bool) -> tuple[Map, Quality]:
-        S = self.ready()
-        if rank == "range" and S.wide and (not S._pending or S.rows > S.directions):
-            given = S._rows() if S._pending else (S.matrix(),)
-            check_finite(*given)
-            parts = by_strongest(products(*given), (S.d_A, S.d_B), S.directions, given[0])
-            dtype = given[0].dtype
-            R, spectrum = partial_isometry(*parts, rank=rank, tolerance=tolerance, dtype=dtype, factored=factored)
-        elif S._pending and rank == "range":
-            X_A, X_B = S._rows()
+        if self._pending and rank == "range":
+            X_A, X_B = self._rows()
             check_finite(X_A, X_B)
             R, spectrum = procrustes_from_rows(X_A, X_B, tolerance=tolerance, factored=factored)
         else:
-            R, spectrum = procrustes(S.matrix(), rank=rank, tolerance=tolerance, factored=factored)
-        return R, S._quality(spectrum)
+            R, spectrum = procrustes(self.matrix(), rank=rank, tolerance=tolerance, factored=factored)
+        return R, self._quality(spectrum)
 
-    @property
-    def wide(self) -> bool:
-        """Whether both spaces have many more directions than the map will."""
-        return is_wide(min(self.d_A, self.d_B), self.directions)
-
-    def state(self) -> dict[str, Tensor]:
-        """Tensors that hold all of it, for a safetensors file."""
-        self.settle()
-        numbers = [self.rows, float(self.energy_A), float(self.energy_B)]
-        state = {"numbers": torch.tensor(numbers, dtype=torch.float64)}
-        if self.C is not None:
-            state |= {name: getattr(self, name) for name in self.moments}
-        elif self._pending:
-            state["X_A"], state["X_B"] = self._rows()
-        return state
-
-    @classmethod
-    def from_state(cls: type[Self], d_A: int, d_B: int, state: Mapping[str, Tensor], directions: int = 0) -> Self:
-        """The inverse of `state`."""
-        rows, energy_A, energy_B = state["numbers"].tolist()
-        S = cls(d_A, d_B, rows=int(rows), energy_A=energy_A, energy_B=energy_B, directions=directions)
-        for name in set(cls.moments) & set(state):
-            setattr(S, name, state[name])
-        if "X_A" in state:
-            S._pending.append((state["X_A"], state["X_B"]))
-        return S
-
-    def reduce(self: Self, across: Collective, owner: int) -> Self:
-        """The sums of all processes at their owner; rows, where few, are gathered, so that the rank stays exact.
-
-        Moments are added in float64 and rounded once, after the sum: the number of processes does not show.
-        """
-        self.settle()
+    def reduce(self, across: Collective, owner: int) -> CrossCovariance:
+        """The sums of all processes at their owner; rows, where few, are gathered, so that the rank stays exact."""
         mine = [self.rows, float(self.energy_A), float(self.energy_B), float(self.C is not None)]
         numbers = across.sum_everywhere(torch.tensor(mine, dtype=torch.float64))
-        state = {"numbers": numbers[:3]}
-        if not numbers[3] and self._few(int(numbers[0])):
-            for name, rows in zip(("X_A", "X_B"), self._rows() if self._pending else (None, None), strict=True):
-                gathered = across.rows_at(owner, rows)
-                state |= {} if gathered is None else {name: gathered}
+        rows, energy_A, energy_B = numbers[:3].tolist()
+        total = CrossCovariance(self.d_A, self.d_B, int(rows), energy_A, energy_B)
+        if not numbers[3] and self._few(int(rows)):
+            sides = self._rows() if self._pending else (None, None)
+            X_A, X_B = (across.rows_at(owner, side) for side in sides)
+            if X_A is not None and X_B is not None:
+                total._pending.append((X_A, X_B))
         else:
-            self._sum_pending()
-            for name in self.moments:
-                moment = getattr(self, name)
-                moment = torch.zeros(self._shape(name)) if moment is None else moment
-                # On the host: a process that saw nothing of a site has no device to say.
-                moment = moment.to("cpu", torch.float64, copy=True).contiguous()
-                state[name] = across.sum_at(owner, moment).float()
-        return type(self).from_state(self.d_A, self.d_B, state, self.directions)
-
-    def _shape(self, moment: str) -> tuple[int, int]:
-        return {"C": (self.d_A, self.d_B), "A": (self.d_A, self.d_A), "B": (self.d_B, self.d_B)}[moment]
+            # On the host: a process that saw nothing of a site has no device to say.
+            total.C = across.sum_at(owner, self.matrix().to("cpu", torch.float64, copy=True).contiguous()).float()
+        return total
 
     def _rows(self) -> tuple[Tensor, Tensor]:
         X_A, X_B = (torch.cat(rows) for rows in zip(*self._pending, strict=True))
@@ -280,28 +189,15 @@ class CrossCovariance:
     @full_precision()
     def _sum_pending(self) -> None:
         while self._pending:
-            sides = self._sides(*self._pending[0])
-            # What needs memory comes first: sums that there is no room for stay as they are.
-            made = {
-                name: (X.T @ Y).double() if self.exact else X.T @ Y
-                for name, (X, Y) in sides.items()
-                if self.exact or getattr(self, name) is None
-            }
-            for name, (X, Y) in sides.items():
-                total = getattr(self, name)
-                if total is None:
-                    setattr(self, name, made[name])
-                elif self.exact:
-                    total.add_(made[name])
-                elif name != "C":  # a second moment is symmetric: its lower triangle is enough
-                    add_gram(total, X)
-                else:
-                    total.addmm_(X.T, Y)  # one call a micro-batch, no temporary
+            X_A, X_B = self._pending[0]
+            if self.exact:
+                product = (X_A.T @ X_B).double()
+                self.C = product if self.C is None else self.C.add_(product)
+            elif self.C is None:
+                self.C = X_A.T @ X_B
+            else:
+                self.C.addmm_(X_A.T, X_B)  # one call a micro-batch, no temporary
             del self._pending[0]
-
-    def _sides(self, X_A: Tensor, X_B: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """The rows that each moment is a sum of products of."""
-        return {"C": (X_A, X_B)}
 
     def _quality(self, spectrum: Spectrum) -> Quality:
         energy = (float(self.energy_A) * float(self.energy_B)) ** 0.5
@@ -337,7 +233,7 @@ def solve_all(
                 raise TaskferryError(f"{key}: {error}") from error
             yield key, R, quality
             continue
-        batch = [sums.pop(other).ready() for other in alike]
+        batch = [sums.pop(other) for other in alike]
         C = torch.stack([S.matrix() for S in batch])
         wrong = [
             other for other, finite in zip(alike, torch.isfinite(C).all(-1).all(-1).tolist(), strict=True) if not finite
@@ -352,12 +248,6 @@ def solve_all(
 
 def _batch_together(first: CrossCovariance, other: CrossCovariance) -> bool:
     a, b = first.C, other.C
-    if (
-        type(first) is not type(other)
-        or is_wide(max(first.d_A, first.d_B), first.directions)
-        or a is None
-        or b is None
-        or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device)
-    ):
+    if a is None or b is None or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
     return a.device.type == "cuda" or min(a.shape) <= TINY

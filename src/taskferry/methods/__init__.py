@@ -2,14 +2,10 @@
 
 from taskferry.engines.pair import CannotMove, Moved
 from taskferry.methods.registry import (
-    FOLDS,
-    Cost,
     Job,
     MapRank,
     Method,
     Needs,
-    Shown,
-    TableRow,
     Tolerance,
     find,
     method,
@@ -20,16 +16,12 @@ from taskferry.methods.registry import (
 )
 
 __all__ = [
-    "FOLDS",
     "CannotMove",
-    "Cost",
     "Job",
     "MapRank",
     "Method",
     "Moved",
     "Needs",
-    "Shown",
-    "TableRow",
     "Tolerance",
     "find",
     "method",

@@ -12,16 +12,11 @@ from taskferry.collect.capture import Loss
 from taskferry.collect.device import evaluating, place_of
 from taskferry.coverage import Coverage, Row
 from taskferry.data.batch import Batch
-from taskferry.methods import CannotMove, Job, Moved, Needs, Shown, TableRow, method, need_equal_shapes
+from taskferry.methods import CannotMove, Job, Moved, Needs, method, need_equal_shapes
 from taskferry.taskvector import Delta, TaskVector, as_dense
 
-ROWS = (
-    TableRow("gradfix", passes=(0.0, 1.0), curve=4),
-    TableRow("gradfix, automatic scale", auto_scale=True, passes=(0.0, 5.0)),
-)
 
-
-@method(needs=Needs(gradients=True, dense=True, whole=True), shown=Shown(4, "nothing was trained", ROWS))
+@method(needs=Needs(gradients=True, dense=True, whole=True))
 def gradfix(
     job: Job,
     *,

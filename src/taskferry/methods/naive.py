@@ -11,14 +11,11 @@ from taskferry.collect.solve import router_map
 from taskferry.coverage import Coverage, Row
 from taskferry.engines.pair import ModelPair, parameter_reasons, shapes
 from taskferry.linalg.procrustes import Map
-from taskferry.methods import Job, Moved, Needs, Shown, TableRow, method
+from taskferry.methods import Job, Moved, Needs, method
 from taskferry.taskvector import Delta, LowRank, TaskVector
 
 
-@method(
-    needs=Needs(samples=False, whole=True),
-    shown=Shown(1, "nothing was trained", (TableRow("naive", passes=(0.0, 0.0), curve=6),)),
-)
+@method(needs=Needs(samples=False, whole=True))
 def naive(job: Job) -> Moved:
     """Copy the source's change to the target directly; padded with zeros or cropped where widths differ.
 

@@ -4,7 +4,7 @@
 
 A method is a function of a `Job` and of its settings, which are its keyword arguments: their names, types, defaults
 and help appear in the command, in YAML and in the documentation, and are checked before the method runs. Its decorator
-says what it needs and how it is shown; plans, refusals, records, cards, benchmark rows and curves read that.
+says what it needs and what a card says of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -24,7 +24,7 @@ from torch import nn
 from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
 from taskferry.collect.scale import LARGEST, ROUNDS, START, ScaleCurve, choose_scale
 from taskferry.collect.solve import MapOptions
-from taskferry.collect.statistics import Capture, Tokens
+from taskferry.collect.statistics import Capture
 from taskferry.data.batch import Calibration
 from taskferry.engines.pair import CannotMove, ModelPair, Moved, Work, shapes
 from taskferry.engines.whole import WholePair, unchanged
@@ -32,13 +32,10 @@ from taskferry.errors import TaskferryError
 from taskferry.layers import family_of
 from taskferry.layers.family import HEAD
 from taskferry.layers.pairing import Pair
-from taskferry.linalg.sums import CrossCovariance
 from taskferry.objectives.defaults import AnyObjective
 from taskferry.taskvector import TaskVector
 
-STANDARD = "standard"  # effort: a method's own defaults
-FOLDS = 2
-FEW = 50  # samples: with fewer no scale above the paper's 1 is tried; where half of them are as many, one half judges
+FEW = 50  # samples: with fewer no scale above the paper's 1 is tried
 MapRank = Annotated[RankPolicy, "directions kept: those the samples show, or all"]
 Tolerance = Annotated[float, "smallest singular value kept, relative to the largest"]
 
@@ -47,8 +44,9 @@ Tolerance = Annotated[float, "smallest singular value kept, relative to the larg
 class Job:
     """What every method is given: a pair of base models, wherever it lives, and the source's task vector."""
 
-    pair: ModelPair
+    pair: ModelPair  # its samples make the change
     tau: TaskVector
+    held_out: Calibration | None = None  # samples that a scale is chosen on; those of the pair where there are none
     every_site: bool = False  # maps for any fine-tune of the source, to be saved, and not for this one alone
 
     @classmethod
@@ -60,9 +58,10 @@ class Job:
         calibration: Calibration,
         objective: AnyObjective | tuple[AnyObjective, AnyObjective] | None = None,
         work: Work | None = None,
+        held_out: Calibration | None = None,
     ) -> Job:
-        """Of two models in memory; `work` bounds the bytes of sums, as for `fit`."""
-        return cls(WholePair(source, target, calibration, objective, work=work), tau)
+        """Two models in memory; `work` bounds the bytes of sums, as for `fit`."""
+        return cls(WholePair(source, target, calibration, objective, work=work), tau, held_out)
 
     @property
     def source(self) -> nn.Module:
@@ -76,35 +75,17 @@ class Job:
 
     @property
     def calibration(self) -> Calibration:
-        """The samples, prepared for both models."""
+        """The samples that the change is made from, prepared for both models."""
         return self.pair.calibration
+
+    @property
+    def judging(self) -> Calibration:
+        """The samples that losses are taken on."""
+        return self.pair.calibration if self.held_out is None else self.held_out
 
     def maps(self, rank: RankPolicy = "range", tolerance: float = DEFAULT_TOLERANCE) -> MapOptions:
         """How maps are made: as two factors where a low-rank change alone passes through them."""
         return MapOptions(rank, tolerance, factored=self.tau.low_rank and not self.every_site)
-
-    @property
-    def few(self) -> bool:
-        """Whether there are too few samples to choose more than a scale of at most 1 on them.
-
-        With one or two samples a class a larger scale lowers their loss and harms the classes that are not among them.
-        """
-        return sum(map(len, self.calibration.judging(1)[0])) < FEW
-
-    def in_folds(self) -> Job:
-        """With the samples in folds: whatever is chosen is then judged on samples that did not make the maps."""
-        if self.calibration.folds > 1:
-            return self
-        return replace(self, pair=self.pair.with_calibration(self.calibration.in_folds(FOLDS, enough=FEW)))
-
-    @property
-    def judged(self) -> int:
-        """How many of the folds a scale is chosen on."""
-        return self.in_folds().calibration.judged
-
-    def met(self, tokens: Tokens) -> Tokens:
-        """Whose rows make the maps, where that is asked for: only prompts with answers have tokens that predict one."""
-        return "answers" if tokens == "answers" and self.calibration.answers else "all"
 
     @property
     def still(self) -> dict[str, str]:
@@ -116,48 +97,33 @@ class Job:
         """The pairs that are fitted."""
         return self.pair.wanted(self.still)
 
-    def move(
-        self, capture: Capture, maps: MapOptions, stage: str = "", left_out: Mapping[str, str] | None = None
-    ) -> Moved:
-        """Fit what is needed, and move the task vector. `left_out`: target sites that stay, with the reason."""
-        capture = replace(
-            capture, folds=self.calibration.folds, judged=self.calibration.judged, tokens=self.met(capture.tokens)
-        )
-        return self.pair.move(self.tau, capture, maps, {**self.still, **(left_out or {})}, stage)
+    def move(self, capture: Capture, maps: MapOptions) -> Moved:
+        """Fit the maps that are needed, and move the task vector."""
+        return self.pair.move(self.tau, capture, maps, self.still)
 
-    def losses(self, changes: Sequence[TaskVector], scales: Sequence[float]) -> list[float]:
-        """The mean loss at each scale; `changes` are `Moved.judged`."""
-        return [self.mean(folds) for folds in self.pair.losses(changes, scales)]
+    def losses(self, change: TaskVector, scales: Sequence[float]) -> list[float]:
+        """The mean loss at each scale, on the samples held out."""
+        return self.pair.losses(change, scales, self.judging)
 
-    def best_scale(self, changes: Sequence[TaskVector], rounds: int = ROUNDS) -> ScaleCurve:
-        """The scale with the lowest loss; `changes` are `Moved.judged`. The untouched target is looked at once."""
-        changes = self.in_shares(changes)
-        before = self.pair.untouched.get(len(changes))
-        known: dict[float, list[float]] = {} if before is None else {0.0: before}
+    def best_scale(self, change: TaskVector, rounds: int = ROUNDS) -> ScaleCurve:
+        """The scale with the lowest loss on the samples held out.
+
+        With one or two samples a class a scale above 1 lowers their loss and harms the classes that are not among them.
+        """
+        step, tried = self.pair.work.progress, 0
 
         def losses(scales: Sequence[float]) -> list[float]:
-            new = [scale for scale in scales if scale not in known]
-            known.update(zip(new, self.pair.losses(changes, new), strict=True))
-            self.pair.untouched[len(changes)] = known[0.0]
-            if self.pair.work.progress is not None:
-                self.pair.work.progress("scale", len(known), max(len(known), len(START) + 3 * rounds))
-            return [self.mean(known[scale]) for scale in scales]
+            nonlocal tried
+            found, tried = self.losses(change, scales), tried + len(scales)
+            if step is not None:
+                step("scale", tried, max(tried, len(START) + 3 * rounds))
+            return found
 
-        curve = choose_scale(losses, rounds=rounds, largest=1.0 if self.few else LARGEST, together=self.pair.walks)
-        if self.pair.work.progress is not None:
-            self.pair.work.progress("scale", len(known), len(known))  # the search may end early
-        return replace(curve, folds=tuple(zip(known[0.0], known[curve.best], strict=True)) if curve.helps else ())
-
-    def in_shares(self, changes: Sequence[TaskVector]) -> Sequence[TaskVector]:
-        """One change for all folds is judged on each; one fold in two shares, of which one may say otherwise."""
-        if len(changes) == 1 and self.calibration.folds > 1:
-            return [*changes] * min(FOLDS, len(self.calibration.judging(1)[0]))
-        return changes
-
-    def mean(self, folds: Sequence[float]) -> float:
-        """Of the losses of all folds, by their numbers of samples."""
-        sizes = [sum(map(len, batches)) for batches in self.calibration.judging(len(folds))]
-        return sum(size * loss for size, loss in zip(sizes, folds, strict=True)) / sum(sizes)
+        few = self.calibration.samples + (0 if self.held_out is None else self.held_out.samples) < FEW
+        curve = choose_scale(losses, rounds=rounds, largest=1.0 if few else LARGEST, together=self.pair.walks)
+        if step is not None:
+            step("scale", tried, tried)  # the search may end early
+        return curve
 
 
 @dataclass(frozen=True)
@@ -166,57 +132,9 @@ class Needs:
 
     samples: bool = True  # whether the result depends on the calibration samples
     gradients: bool = False
-    captures: int = 0  # how often both models are seen
-    training: bool = False
     dense: bool = False  # its change of a LoRA is none
     whole: bool = False  # the models themselves, in the memory of one process
     maps: bool = False  # whether it leaves maps that another change can pass through
-    change: bool = True  # what was learned at the source; where not, it is a start for training alone
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """A row of benchmark tables: the method with some settings."""
-
-    name: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    auto_scale: bool = False
-    teacher: bool = False  # labels from the tuned source, whatever the data says
-    passes: tuple[float, float] = (1.0, 1.0)  # of the source and the target, in forward and backward passes
-    beats: tuple[str, ...] = ()  # rows that it must be above on the smallest benchmark
-    reaches: tuple[str, ...] = ()  # rows that it must not be below there by more than a point
-    curve: int | None = None  # its colour and mark in figures; None: in tables alone
-    compared: bool = False  # held to the tuned target in an analysis
-
-
-@dataclass(frozen=True)
-class Shown:
-    """How a method is shown."""
-
-    place: int  # among the methods of a table
-    card: str  # what a model card says of it, behind its name
-    rows: tuple[TableRow, ...] = ()
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a method costs beside one moved change, for the plan."""
-
-    captures: int = 0  # each adds rows to the sums, those of augmented views as well
-    solves: int = 0  # of the maps of all rows, in units of a plain one
-    evaluations: float = 0  # of the target's loss, in forward passes over all samples
-    folds: int = 1  # of the samples
-    judged: int = 0  # folds that losses are taken on: every map is solved without each of them as well
-    rough: int = 0  # plain maps of one capture that are solved on the way
-    sums: type[CrossCovariance] = CrossCovariance  # of the output side
-    directions: int = 0  # the most that a map of wide spaces has; 0: as many as there are
-    tokens: Tokens = "all"  # whose rows make the maps
-    training: float = 0  # passes of the target over all samples, with the gradients of its weights
-
-    @property
-    def versions(self) -> int:
-        """Of every map: of all samples, then without each fold that is judged on."""
-        return 1 + self.judged
 
 
 @dataclass(frozen=True)
@@ -228,17 +146,8 @@ class Method:
     summary: str
     settings: Mapping[str, tuple[Any, Any, str]]  # name -> (type, default, help)
     needs: Needs
-    shown: Shown
-    costs: Callable[..., Cost] | None = None
+    card: str  # what a model card says of it, behind its name
     paper: Mapping[str, Any] | None = None  # what --paper fixes, where this is the published method
-    efforts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # beside its defaults: name -> settings
-
-    def at(self, effort: str) -> dict[str, Any]:
-        """Its settings at an effort; a method that has one effort alone takes the standard one."""
-        if effort != STANDARD and effort not in self.efforts:
-            able = ", ".join(known.name for known in methods().values() if effort in known.efforts)
-            raise TaskferryError(f"the method {self.name} has no effort '{effort}': leave --effort out ({able} has it)")
-        return dict(self.efforts.get(effort, {}))
 
     def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Settings with defaults filled in; unknown names and wrong values fail, all together."""
@@ -272,7 +181,6 @@ class Method:
         """Run it; what it moved carries its coverage, and where it came from."""
         self.refuse(job.pair.engine)
         settings = self.checked(given)
-        job.pair.untouched.clear()  # of a target that may have been another then
         moved = self.function(job, **settings)
         known = moved.provenance or job.pair.describe(self.needs.gradients)
         own = {**known.get("settings", {}), **settings}
@@ -280,23 +188,12 @@ class Method:
         alignment = None if moved.alignment is None else replace(moved.alignment, provenance=provenance)
         return replace(moved, alignment=alignment, provenance=provenance)
 
-    def cost(self, job: Job, given: Mapping[str, Any]) -> Cost:
-        """What it will take."""
-        if self.costs is not None:
-            return self.costs(job, **self.checked(given))
-        return Cost(self.needs.captures, min(1, self.needs.captures))
-
 
 _METHODS: dict[str, Method] = {}
 
 
 def method(
-    *,
-    needs: Needs,
-    shown: Shown,
-    costs: Callable[..., Cost] | None = None,
-    paper: Mapping[str, Any] | None = None,
-    efforts: Mapping[str, Mapping[str, Any]] | None = None,
+    *, needs: Needs, card: str = "nothing was trained", paper: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[..., Moved]], Callable[..., Moved]]:
     """Register a function `(job, *, settings…) -> Moved` under its name."""
 
@@ -311,7 +208,7 @@ def method(
             settings[parameter.name] = (kind, parameter.default, text)
         name = function.__name__.replace("_", "-")
         summary = (inspect.getdoc(function) or "").split("\n")[0]
-        _METHODS[name] = Method(name, function, summary, settings, needs, shown, costs, paper, efforts or {})
+        _METHODS[name] = Method(name, function, summary, settings, needs, card, paper)
         return function
 
     return register
@@ -334,18 +231,13 @@ def published() -> Method:
     return next(known for known in methods().values() if known.paper is not None)
 
 
-def without_move() -> Method:
-    """The one that moves nothing, for training from scratch."""
-    return next(each for each in methods().values() if not each.needs.change)
-
-
 def find(name: str) -> Method:
     """A method by name."""
     known = methods()
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
         meant = f" (did you mean {close[0]}?)" if close else ""
-        raise TaskferryError(f"no method '{name}'{meant}: one of {', '.join(known)}; `taskferry methods` tells of them")
+        raise TaskferryError(f"no method '{name}'{meant}: one of {', '.join(known)}")
     return known[name]
 
 

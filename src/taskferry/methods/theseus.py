@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from taskferry.choices import DEFAULT_TOLERANCE
 from taskferry.collect.statistics import Capture
-from taskferry.methods import Job, MapRank, Moved, Needs, Shown, TableRow, Tolerance, method
-
-ROWS = (
-    TableRow("theseus", passes=(1 / 3, 1 / 3), beats=("naive",), curve=1, compared=True),
-    TableRow("theseus, automatic scale", auto_scale=True, passes=(1 / 3, 4 + 1 / 3)),
-)
+from taskferry.methods import Job, MapRank, Moved, Needs, Tolerance, method
 
 
-@method(needs=Needs(captures=1, maps=True), shown=Shown(2, "nothing was trained", ROWS))
+@method(needs=Needs(maps=True))
 def theseus(job: Job, *, map_rank: MapRank = "range", tolerance: Tolerance = DEFAULT_TOLERANCE) -> Moved:
     """Layer inputs align the input side, layer outputs the output side; forward passes only."""
     return job.move(Capture(outputs="activations"), job.maps(map_rank, tolerance))

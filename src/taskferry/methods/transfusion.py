@@ -20,17 +20,14 @@ from taskferry.coverage import Coverage, Row
 from taskferry.layers import family_of
 from taskferry.layers.discovery import find_sites
 from taskferry.layers.site import Site
-from taskferry.methods import CannotMove, Job, Moved, Needs, Shown, TableRow, method, need_equal_shapes
+from taskferry.methods import CannotMove, Job, Moved, Needs, method, need_equal_shapes
 from taskferry.taskvector import Delta, TaskVector, as_dense
 
 KNOWN = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.gate", "mlp.down", "patch", "proj", "pooler")
 Axis = tuple[str, int, Site | None, str]  # parameter, axis of the site's or parameter's own form, site, space
 
 
-@method(
-    needs=Needs(samples=False, whole=True),
-    shown=Shown(3, "nothing was trained", (TableRow("transfusion", passes=(0.0, 0.0)),)),
-)
+@method(needs=Needs(samples=False, whole=True))
 def transfusion(job: Job, *, iterations: Annotated[int, "rounds over all spaces, at most"] = 30) -> Moved:
     """Permute the source's units onto the target's, then add the permuted change. Needs no calibration set."""
     # In the host's memory, where units are assigned: the two models may be on two devices.

@@ -72,9 +72,17 @@ class Lesson(Objective):
         return f"{super().describe()[:-1]}, {digest.hexdigest()[:16]})"
 
 
-def lesson_of(pair: ModelPair, tau: TaskVector, *, labels: float = 0.0, views: int = VIEWS, seed: int = 0) -> Lesson:
+def lesson_of(
+    pair: ModelPair,
+    tau: TaskVector,
+    calibration: Calibration | None = None,
+    *,
+    labels: float = 0.0,
+    views: int = VIEWS,
+    seed: int = 0,
+) -> Lesson:
     """What a source with its task vector teaches; `labels` is the share of the loss that the data's own labels get."""
-    models, calibration, heads = (pair.source, pair.target), pair.calibration, pair.objectives
+    models, calibration, heads = (pair.source, pair.target), calibration or pair.calibration, pair.objectives
     kind, classes = kind_of(heads, labels), class_heads(heads)
     with moved_by(pair.source, tau) as set_scale, evaluating(pair.source), torch.no_grad():
         set_scale(1.0)

@@ -5,13 +5,11 @@
 
 No labels: the teacher is the tuned source. A part of the samples is kept aside; where the last step is no better there
 than the start, nothing changes. No step between is chosen: twenty samples cannot tell which is best, and the rate falls
-to nothing at the end. What was moved has seen the samples that it was fitted on: so they judge the changes that maps of
-the other samples made, at the start alone and later with what was learned.
+to nothing at the end.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ import torch
 from pydantic import Field
 
 from taskferry.collect.device import evaluating
-from taskferry.collect.scale import calibration_loss, moved_by
+from taskferry.collect.scale import calibration_loss
 from taskferry.data.augmentation import are_images
 from taskferry.data.batch import Batch, Calibration
 from taskferry.engines.pair import ModelPair
@@ -97,7 +95,7 @@ class Refined:
     lesson: str
     untouched: float  # the loss of the target without any change
     broken: str = ""  # why it ended early
-    parts: tuple[tuple[int, ...], ...] = ()  # numbers of the samples kept aside, of each fold of the samples
+    aside: tuple[int, ...] = ()  # numbers of the samples kept aside
 
     @property
     def better(self) -> bool:
@@ -158,41 +156,31 @@ def refine(
     start: TaskVector,
     settings: Refinement,
     *,
-    without: Sequence[TaskVector] = (),
+    held_out: Calibration | None = None,
     folder: Path | None = None,
 ) -> Refined:
     """Train `start` on the target towards the source with `tau`; `folder` keeps checkpoints of it.
 
-    `without`: what `start` would be without each fold of the samples, where its method has used them (`Moved.without`).
+    `held_out` are samples that did not make `start`; where there are none, a part of the pair's is kept aside.
     """
-    least = least_of(pair, settings)
+    least, calibration = least_of(pair, settings), pair.calibration
+    if held_out is not None and held_out is not calibration:
+        calibration = Calibration([*calibration, *held_out], calibration.tokenizers)
+        unseen = list(range(pair.calibration.samples, calibration.samples))
+    else:
+        unseen = kept_aside(calibration, settings, least)
     target, progress = pair.target, pair.work.progress
     with evaluating(target):
-        views = settings.views_of(pair.calibration, pair.objectives)
-        lesson = lesson_of(pair, tau, labels=settings.labels, views=views, seed=settings.seed)
+        views = settings.views_of(calibration, pair.objectives)
+        lesson = lesson_of(pair, tau, calibration, labels=settings.labels, views=views, seed=settings.seed)
         size = settings.size(pair.objectives)
-        parts = kept_aside(pair.calibration, len(without), settings, least)
-        unseen = {sample for part in parts for sample in part}
-        training = [i for i in range(len(lesson)) if not lesson.views.samples_in(i) & unseen]
-        judged = [list(LazyBatches(lesson, part, size)) if part else [] for part in parts]
-
-        def loss(part: Sequence[Batch]) -> float:
-            return len(part) and sum(map(len, part)) * calibration_loss(target, lesson.loss, part)
-
-        untouched = sum(map(loss, judged)) / len(unseen)
-        named = dict(target.named_parameters(remove_duplicate=False))  # while a LoRA learns they have other names
+        training = [i for i in range(len(lesson)) if not lesson.views.samples_in(i) & set(unseen)]
+        judging = list(LazyBatches(lesson, unseen, size))
 
         def aside() -> float:
-            if not without:
-                return sum(map(loss, judged)) / len(unseen)
-            total = 0.0
-            for part, change in zip(judged, without, strict=True):
-                if part:
-                    with moved_by(named, change - start) as set_scale:  # beside what was learned since
-                        set_scale(1.0)
-                        total += loss(part)
-            return total / len(unseen)
+            return calibration_loss(target, lesson.loss, judging)
 
+        untouched = aside()
         protocol = FineTuning(
             steps=settings.steps,
             batch=size,
@@ -228,10 +216,10 @@ def refine(
                 after = result() if evaluations[-1][1] < evaluations[0][1] else start
     kept = 0 if after is start else settings.steps
     kind = type(lesson).__name__.lower()
-    numbers = [i for batch in pair.calibration.side(1) for i in batch.ids]
-    aside_by_fold = tuple(tuple(numbers[i] for i in part) for part in parts) if numbers else ()
+    ids = [i for batch in calibration.side(1) for i in batch.ids]
+    numbers = tuple(ids[i] for i in unseen) if ids else ()
     return Refined(
-        after, tuple(evaluations), kept, settings, len(unseen), lesson.unit, kind, untouched, broken, aside_by_fold
+        after, tuple(evaluations), kept, settings, len(unseen), lesson.unit, kind, untouched, broken, numbers
     )
 
 
@@ -243,28 +231,10 @@ def least_of(pair: ModelPair, settings: Refinement) -> int:
     return least
 
 
-def kept_aside(calibration: Calibration, folds: int, settings: Refinement, least: int = 1) -> list[list[int]]:
-    """Sample numbers that never train, by the fold that they lie in; of all samples where no change is without some.
-
-    A fold has `least` of them, or none.
-    """
+def kept_aside(calibration: Calibration, settings: Refinement, least: int = 1) -> list[int]:
+    """Sample numbers that never train."""
     shuffled = torch.randperm(calibration.samples, generator=torch.Generator().manual_seed(settings.seed)).tolist()
-    count = max(least, round(settings.held_out * len(shuffled)))
-    if not folds:
-        return [shuffled[:count]]
-    starts = itertools.accumulate(map(len, calibration.side(1)), initial=0)
-    placed = zip(starts, calibration.side(1), strict=False)  # the last start is the end
-    numbers = {batch.number: range(start, start + len(batch)) for start, batch in placed}
-    judging = enumerate(calibration.judging(folds))
-    fold_of = {i: fold for fold, batches in judging for batch in batches for i in numbers[batch.number]}
-    usable = [sample for sample in shuffled if sample in fold_of]
-    parts = []
-    for fold in range(folds):
-        here, some = ([i for i in them if fold_of[i] == fold] for them in (usable, usable[:count]))
-        parts.append(here[: max(len(some), least)] if some and len(here) >= least else [])
-    while sum(map(bool, parts)) > 1 and calibration.samples - sum(map(len, parts)) < least:
-        parts[parts.index(min(filter(None, parts), key=len))] = []
-    return parts
+    return shuffled[: max(least, round(settings.held_out * len(shuffled)))]
 
 
 def usual_rate(start: TaskVector, steps: int) -> float:
