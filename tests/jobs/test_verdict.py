@@ -7,8 +7,7 @@ import pytest
 from taskferry.collect.scale import ScaleCurve
 from taskferry.jobs.answers import HeldOutAnswers
 from taskferry.jobs.verdict import HARMS, HELPS, NOT_SHOWN, Judged, verdict
-from taskferry.objectives.answers import Score
-from taskferry.objectives.teacher import Written
+from taskferry.objectives.answers import Score, Written
 from taskferry.taskvector import TaskVector
 
 LOWER, HIGHER = ScaleCurve(((0.0, 2.0), (1.0, 1.0)), 1.0), ScaleCurve(((0.0, 2.0), (1.0, 3.0)), 1.0)

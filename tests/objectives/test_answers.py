@@ -14,9 +14,8 @@ from taskferry.choices import is_language_class
 from taskferry.data.batch import IGNORED, Batch
 from taskferry.data.language import Segment
 from taskferry.models import load_model
-from taskferry.objectives.answers import Answers, Score, answers_of, choices_of, gain
+from taskferry.objectives.answers import Answers, Score, Written, answers_of, choices_of, gain
 from taskferry.objectives.language import predicted
-from taskferry.objectives.teacher import Written
 from tests.helpers import folders, tiny
 from tests.helpers.command import taskferry
 

@@ -17,8 +17,9 @@ from taskferry.errors import TaskferryError
 from taskferry.jobs.settings import FitSettings
 from taskferry.models import Loaded, Tuned, load_model, load_tuned
 from taskferry.objectives import generation
+from taskferry.objectives.answers import Written, written
 from taskferry.objectives.generation import BATCH, Drawn, draw
-from taskferry.objectives.teacher import Written, teacher_model, written
+from taskferry.objectives.teacher import teacher_model
 from tests.helpers import folders
 from tests.helpers.texts import TEXTS
 from tests.helpers.tiny import hf

@@ -10,7 +10,7 @@ import torch
 
 from taskferry.models import load_model, load_tuned
 from taskferry.objectives import preparation
-from taskferry.objectives.teacher import Written, written
+from taskferry.objectives.answers import Written, written
 from taskferry.settings import CalibrationSettings
 from tests.helpers import folders
 from tests.helpers.command import taskferry

@@ -33,7 +33,7 @@ from taskferry.jobs.transfer import transfer
 from taskferry.layers.discovery import find_sites
 from taskferry.methods import Job, find, run
 from taskferry.models.lowrank import compress
-from taskferry.objectives.teacher import Written
+from taskferry.objectives.answers import Written
 from taskferry.taskvector import as_dense
 from taskferry.training.lessons import lesson_of
 from taskferry.training.refinement import Refinement, kept_aside, refine, usual_rate

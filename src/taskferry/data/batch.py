@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from taskferry.disk.files import hash_tensor
@@ -236,3 +237,34 @@ class Calibration:
             for name in sorted(tensors):
                 hash_tensor(digest, name, tensors[name])
         return digest.hexdigest()
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """All samples in one micro-batch; shorter texts, and patches of smaller pictures, are padded behind."""
+    inputs = {}
+    for name in batches[0].inputs:
+        parts = [batch.inputs[name] for batch in batches]
+        most = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+        value = IGNORED if name == "labels" else 0
+        padded = []
+        for part in parts:
+            missing = [n - size for n, size in zip(most, part.shape[1:], strict=True)]
+            behind = [amount for n in reversed(missing) for amount in (0, n)]  # of the last dimension first
+            padded.append(F.pad(part, behind, value=value) if any(behind) else part)
+        inputs[name] = torch.cat(padded)
+    labels = [batch.labels for batch in batches if batch.labels is not None]
+    return Batch(inputs, torch.cat(labels) if labels else None, texts=batches[0].texts)
+
+
+def trimmed(batch: Batch) -> Batch:
+    """Without the columns at the end that are padding in every row."""
+    mask = batch.inputs.get("attention_mask")
+    if mask is None:
+        return batch
+    last = int(mask.any(0).nonzero().max()) + 1
+
+    def cut(name: str, x: Tensor) -> Tensor:
+        answers = name == "labels" and bool((x[:, last:] != IGNORED).any())  # of a decoder: as long as they are
+        return x if x.shape[:2] != mask.shape or answers else x[:, :last]
+
+    return replace(batch, inputs={name: cut(name, x) for name, x in batch.inputs.items()})

@@ -29,9 +29,10 @@ from taskferry.data.language import MARK, check_fast, messages_of, templated, wi
 from taskferry.data.samplers import choose
 from taskferry.errors import TaskferryError
 from taskferry.models import Loaded, Tuned, is_adapter, load_tuned
+from taskferry.objectives.answers import is_blank, written
 from taskferry.objectives.language import positions
 from taskferry.objectives.preparation import language_kind
-from taskferry.objectives.teacher import is_blank, teacher_model, written
+from taskferry.objectives.teacher import teacher_model
 from taskferry.settings import GenerationSettings
 
 STAGE = "generate"

@@ -29,12 +29,12 @@ from taskferry.data.seeing import seeing_calibration
 from taskferry.errors import TaskferryError
 from taskferry.layers import family_of
 from taskferry.models import Loaded, Tuned
-from taskferry.objectives.answers import answers_of
+from taskferry.objectives.answers import answers_of, is_blank, written
 from taskferry.objectives.contrastive import Contrastive
 from taskferry.objectives.heads import has_text_tower, objectives_of, taught
 from taskferry.objectives.language import is_language_model, is_sequence_to_sequence, longest_text
 from taskferry.objectives.objectives import LanguageModel, Objective
-from taskferry.objectives.teacher import can_answer, is_blank, teacher_model, written
+from taskferry.objectives.teacher import can_answer, teacher_model
 from taskferry.settings import CalibrationSettings
 
 _IMAGE_INPUT = {"timm": "x", "openclip": "image"}
