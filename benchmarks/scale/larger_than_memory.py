@@ -30,8 +30,6 @@ from benchmarks.shared import common
 
 SENTENCE = "the ship carries what was learned on one shore to another and nobody trains it again under way"
 WORDS = SENTENCE.split()
-FORETOLD = 0.25
-FORETOLD_QUICK = 0.5  # too much: of small models most is libraries, whose pages a system may take back under way
 OK = (0, 3)  # 3: no scale helps random weights, which is an answer too
 
 
@@ -157,13 +155,7 @@ def watched(command: list[str], limit: int) -> dict[str, Any]:
         }
 
 
-def planned_and_run(words: list[str], limit: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `--dry-run` foretells, and what the run takes."""
-    told = subprocess.run([*words, "--dry-run"], capture_output=True, text=True, check=True).stdout
-    return json.loads(told)["plan"], watched(words, limit)
-
-
-def outcome(plan: dict[str, Any], found: dict[str, Any], limit: int, minutes: float, quick: bool) -> dict[str, Any]:
+def outcome(found: dict[str, Any], limit: int, minutes: float, quick: bool) -> dict[str, Any]:
     """What is kept of a run, with the bounds that it missed."""
     record = json.loads(found["output"]) if found["code"] in OK else {}
     missed = []
@@ -171,23 +163,14 @@ def outcome(plan: dict[str, Any], found: dict[str, Any], limit: int, minutes: fl
         missed.append(f"killed: resident memory passed {limit / 2**30:.1f} GiB")
     elif found["code"] not in OK:
         missed.append(f"exit code {found['code']}: {found['output'][-400:]}")
-    if not -FORETOLD <= plan["memory_bytes"] / max(1, found["peak"]) - 1 <= (FORETOLD_QUICK if quick else FORETOLD):
-        missed.append(f"the plan said {plan['memory_bytes'] / 1e9:.2f} GB, the peak was {found['peak'] / 1e9:.2f} GB")
     # The quick run has a neighbour on the other core: what it worked is judged there, not the clock.
     took = found["cpu" if quick else "seconds"] / 60
     if took > minutes:
         missed.append(f"{took:.0f} minutes, the bound is {minutes}")
-    foretold = plan["seconds"] / found["seconds"]
-    if not quick and not 1 / 1.5 <= foretold <= 1.5:
-        missed.append(f"{foretold:.2f} times the time that it took was foretold, the bound is 1.5")
     return {
         "peak_bytes": found["peak"],
-        "planned_bytes": plan["memory_bytes"],
         "seconds": round(found["seconds"]),
-        "planned_seconds": round(plan["seconds"]),
-        "tokens": plan["tokens"],
         "verdict": record.get("verdict"),
-        "work": record.get("work"),
         "missed": missed,
     }
 
@@ -202,11 +185,8 @@ def table(results: dict[str, Any]) -> str:
     ]
     for name, words in (("bico", "BiCo at scale 1"), ("default", "the default with automatic scale")):
         if found := results.get(name):
-            peak, foretold = (found[key] / giga for key in ("peak_bytes", "planned_bytes"))
-            rows.append([f"{words}: peak", f"{peak:.2f} GiB (foretold {foretold:.2f})"])
-            minutes, foretold = (found[key] / 60 for key in ("seconds", "planned_seconds"))
-            rows.append([f"{words}: time", f"{minutes:.1f} minutes (foretold {foretold:.1f})"])
-            rows.append([f"{words}: calibration tokens", str(found["tokens"])])
+            rows.append([f"{words}: peak", f"{found['peak_bytes'] / giga:.2f} GiB"])
+            rows.append([f"{words}: time", f"{found['seconds'] / 60:.1f} minutes"])
     return common.table(["", ""], rows)
 
 
@@ -248,8 +228,8 @@ def main() -> None:
             "one_block_of_each_float32": 4 * (sizes[0].block + sizes[1].block),
         }
         for name in wanted:
-            plan, found = planned_and_run([*map(str, command), *own[name]], limit)
-            results[name] = outcome(plan, found, limit, minutes[name], options.quick)
+            found = watched([*map(str, command), *own[name]], limit)
+            results[name] = outcome(found, limit, minutes[name], options.quick)
             shutil.rmtree(work / "out", ignore_errors=True)
             print(name, json.dumps(results[name]), flush=True)
     kept = {name: results[name] for name in ("bico", "default") if name in results}

@@ -112,19 +112,6 @@ BiCo at scale 1, by maps of different samples: loss per token of held-out text o
 LoRAs trained on the second base take away, over all domains. General text is that of the bases' own training. The
 texts of all six adapters in one capture are `fit --calibration generate --adapters FOLDER`.""",
     ),
-    "forecast": (
-        "Can the share of the gain be foretold?",
-        """Each fine-tune is moved by the default, and its share of the oracle's gain is held beside what the
-calibration samples told before. Seven pairs of the zoo, seven tasks, 10, 30 and 100 samples, one draw; moves with less
-than three points to gain are left out. A ridge regression foretells the moves of a pair, or of a task, that was left
-out of its fit; beside it, the mean share of the others. An interval is to hold four fifths. What ships is fitted on
-all of the zoo with two facts, the share of the loss that went and the samples a class: they cost no pass, and were
-chosen of the eight on all tasks but fashion, which was measured after the choice. An earlier choice (scale and samples
-a class, on five tasks) was better than the mean share by 39 % on pairs and failed on the next task, drawings (8 %
-worse, 33 % inside): tasks differ more than pairs, so that the interval that ships is that of new tasks. Alone, samples
-a class are better than the mean share by less than the bound of 30 %: a plan, which knows no loss, has no forecast. On
-real encoders of texts few moves were measured: the forecast abstains there.""",
-    ),
     "anchors": (
         "Maps of general data, corrected by anchors",
         """A fleet without samples for each adapter fits its maps on other tasks. Here one of seven tasks is left out,

@@ -24,12 +24,31 @@ import torch
 from torch import nn
 
 from benchmarks.shared import common
-from benchmarks.speed.growth import llama, tokens
-from taskferry import TaskVector, __version__, fit
+from taskferry import Batch, Calibration, TaskVector, __version__, fit
 from taskferry.objectives.objectives import LanguageModel
 
 FULL = {"width": 1024, "depth": 4, "length": 128, "samples": 32}
 QUICK = {"width": 64, "depth": 1, "length": 16, "samples": 8}
+
+
+def llama(width: int, depth: int) -> nn.Module:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=1000, hidden_size=width, intermediate_size=width, num_hidden_layers=depth, num_attention_heads=8,
+        num_key_value_heads=8, max_position_embeddings=512,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def tokens(samples: int, length: int, micro_batch: int = 8) -> Calibration:
+    generator = torch.Generator().manual_seed(0)
+    pairs = []
+    for start in range(0, samples, micro_batch):
+        ids = torch.randint(0, 1000, (min(micro_batch, samples - start), length), generator=generator)
+        batch = Batch({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+        pairs.append((batch, batch))
+    return Calibration(pairs)
 
 
 def main() -> None:

@@ -151,17 +151,14 @@ class OutputSettings(Settings):
     as_model: bool = Field(False, description="write a full model, also for a LoRA in")
     as_task_vector: bool = Field(False, description="write the moved task vector alone")
     rank: int | None = Field(None, ge=1, description="rank of a LoRA made from a full fine-tune")
-    energy: float | None = Field(None, gt=0, le=1, description="share of each change's energy that its LoRA keeps")
 
     @model_validator(mode="after")
     def _one_form(self) -> OutputSettings:
         forms = [name for name in ("as_lora", "as_model", "as_task_vector") if getattr(self, name)]
         if len(forms) > 1:
             raise ValueError(f"{' and '.join(forms)} exclude each other")
-        if self.rank is not None and self.energy is not None:
-            raise ValueError("rank and energy exclude each other")
-        if (self.rank is not None or self.energy is not None) and not self.as_lora:
-            raise ValueError("rank and energy are for as_lora")
+        if self.rank is not None and not self.as_lora:
+            raise ValueError("rank is for as_lora")
         return self
 
 
@@ -279,19 +276,6 @@ class EvaluateSettings(PlaceSettings):
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
-
-
-class PushSettings(Settings):
-    """taskferry push."""
-
-    command: ClassVar[str] = "push"
-    panel: ClassVar[str] = "Where to"
-
-    folder: Path = Field(description="what transfer or apply wrote")
-    repo: str = Field(description="the repository on the hub, OWNER/NAME; made where it is not there")
-    base_model: str | None = Field(None, description="hub name of the target base, where it was a folder here")
-    public: bool = Field(False, description="let everybody see a new repository")
-    revision: str | None = Field(None, description="a branch of the repository")
 
 
 class ApplySettings(OutputSettings, Writing):

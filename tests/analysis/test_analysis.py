@@ -15,10 +15,8 @@ from taskferry.analysis import Moments, Trajectory, agreement, isometries, outpu
 from taskferry.analysis.cost import Matrix
 from taskferry.analysis.outputs import AS_IT_IS
 from taskferry.analysis.similarity import by_block
-from taskferry.jobs.spectrum import leading_values, singular_values
 from taskferry.linalg.procrustes import Map
 from taskferry.objectives.objectives import NewHead, Prototypes
-from taskferry.taskvector import LowRank
 from tests.helpers.tiny import TINY, tuned
 
 PLAIN = TINY["plain"]
@@ -245,15 +243,3 @@ def test_the_cost_is_that_of_a_count_by_hand() -> None:
     assert cost.paper_ratio == pytest.approx(32_000 * 18 / (6 * 8 + 6 * 18))
     same = transfer_cost((7, 7), [], tokens=(1, 1), samples=1)
     assert same.paper_ratio == pytest.approx(32_000 / 12)  # P_A = P_B: 12 P against 32,000 P
-
-
-def test_leading_values_are_those_of_the_svd() -> None:
-    torch.manual_seed(0)
-    left, right = torch.randn(300, 4), torch.randn(4, 280)
-    exact = torch.linalg.svdvals((left @ right).double())[:4]
-    assert torch.allclose(singular_values(LowRank(left, right)), exact, rtol=1e-5)
-    assert torch.allclose(singular_values(left @ right)[:4], exact, rtol=1e-4)  # by random projections
-    small = torch.randn(5, 3, 2)  # a patch convolution is the matrix [5, 6]
-    assert torch.allclose(singular_values(small), torch.linalg.svdvals(small.flatten(1).double()), rtol=1e-6)
-    values = leading_values([torch.diag(torch.tensor([3.0, 1.0])), torch.diag(torch.tensor([4.0, 0.0])), torch.ones(9)])
-    assert values[:3] == pytest.approx([(12.5) ** 0.5, 0.5**0.5, 0.0])

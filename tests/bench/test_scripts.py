@@ -46,7 +46,7 @@ def test_answers_are_those_of_the_classes(name: str, shared: Path) -> None:
     assert [answer[:3] for answer in TASKS[name].answers] == [known[:3].lower() for known in classes]
 
 
-@pytest.mark.parametrize("name", ["frontier", "language_models", "forecast"])
+@pytest.mark.parametrize("name", ["frontier", "language_models"])
 def test_the_tables_of_committed_results_are_made_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

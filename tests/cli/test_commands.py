@@ -121,7 +121,7 @@ def test_fit_once_and_apply_many(world: Path, tmp_path: Path) -> None:
     taskferry(
         "apply", tmp_path / "x.alignment", world / "llama-full", *given, "--out", tmp_path / "full", "--scale", 0.5
     )
-    taskferry("diff", world / "llama", world / "llama-full", "--out", tmp_path / "tau.safetensors")
+    load_tuned(str(world / "llama-full"), load_model(str(world / "llama"))).tau.save(tmp_path / "tau.safetensors")
     taskferry(
         "apply", tmp_path / "x.alignment", tmp_path / "tau.safetensors", "--as-task-vector", "--out", tmp_path / "tau"
     )
@@ -142,8 +142,6 @@ def test_fit_once_and_apply_many(world: Path, tmp_path: Path) -> None:
     assert "norm" in taskferry("inspect", tmp_path / "tau.safetensors").out
     assert "lm_head" in taskferry("inspect", world / "llama").out
     assert "moved at scale 0.5" in taskferry("inspect", tmp_path / "full").out
-    assert "21 of the" in taskferry("doctor", world / "llama", world / "other").out
-    assert "linear layers; a second model" in " ".join(taskferry("doctor", world / "llama").out.split())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
@@ -220,19 +218,10 @@ def test_other_forms_of_the_tuned_source(world: Path, tmp_path: Path) -> None:
     given[3] = tmp_path / "lora"
     ran = taskferry("transfer", *given, "--scale", 1, "--as-model", "--out", tmp_path / "three", "--json")
     assert ran.json["verdict"]["moved"] == 3
-    energy = pair(world, "bert", "wide", "bert-full", "texts.jsonl")
-    ran = taskferry(
-        "transfer", *energy, "--scale", 1, "--as-lora", "--energy", 0.9, "--out", tmp_path / "low", "--json"
-    )
-    assert all(error <= 0.1**0.5 + 1e-6 for error in ran.json["truncation"].values())
+    full = pair(world, "bert", "wide", "bert-full", "texts.jsonl")
+    ran = taskferry("transfer", *full, "--scale", 1, "--as-lora", "--rank", 8, "--out", tmp_path / "low", "--json")
     assert any("bias" in name for name in ran.json["not_in_the_lora"])
-    assert len({row["rank"] for row in inspect_ranks(tmp_path / "low", world / "wide")}) > 1  # ranks differ by module
     peft.PeftModel.from_pretrained(transformers.AutoModel.from_pretrained(world / "wide"), tmp_path / "low")
-
-
-def inspect_ranks(adapter: Path, base: Path) -> list[dict[str, int]]:
-    tau = read_adapter(adapter, Skeleton.of(load_model(str(base)).model)).tau
-    return [{"rank": delta.rank} for delta in tau.deltas.values() if isinstance(delta, LowRank)]
 
 
 def balanced(folder: Path, tokenizer: Path) -> None:
@@ -270,7 +259,7 @@ def test_settings_from_yaml_and_the_plan(world: Path, tmp_path: Path) -> None:
     lines = [f"{key}: {json.dumps(value)}" for key, value in {**given, "samples": 9, "scale": 1, "seed": 3}.items()]
     (tmp_path / "move.yaml").write_text("\n".join(lines))
     dry = taskferry("transfer", "--config", tmp_path / "move.yaml", "--out", tmp_path / "moved", "--dry-run")
-    for word in ("Plan", "9 of", "will move", "memory", "time", "a full model", "seed 3"):
+    for word in ("9 of", "will move", "memory", "time", "a full model", "seed 3"):
         assert word in dry.out, word
     assert not (tmp_path / "moved").exists()
     quiet = taskferry(
@@ -316,7 +305,7 @@ def test_interrupting_leaves_nothing(world: Path, tmp_path: Path) -> None:
     for _ in range(3):  # on a busy machine the job may end before the signal is sent
         running = subprocess.Popen([*command, "--out", str(tmp_path / "moved")], text=True, **pipes)
         for line in running.stdout:  # type: ignore[union-attr]
-            if "will move" in line:
+            if "loss" in line:
                 break
         running.send_signal(signal.SIGINT)
         _, err = running.communicate(timeout=300)

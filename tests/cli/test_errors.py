@@ -149,7 +149,7 @@ def test_one_sample(world: Path, tmp_path: Path) -> None:
     refused(world, tmp_path, "rename words to text", calibration=one)
 
 
-@pytest.mark.parametrize("command", ["transfer", "blockwise", "fit", "plan"])
+@pytest.mark.parametrize("command", ["transfer", "blockwise", "fit"])
 def test_data_are_refused_before_a_model_is_loaded(command: str, world: Path, tmp_path: Path) -> None:
     """A base without weights: what is wrong with the samples is said without them."""
     base = tmp_path / "llama"
@@ -164,7 +164,7 @@ def test_data_are_refused_before_a_model_is_loaded(command: str, world: Path, tm
     for name, (row, word) in data.items():
         (tmp_path / f"{name}.jsonl").write_text(3 * f"{json.dumps(row)}\n")
         given = ["--source-base", base, "--target-base", base, "--calibration",
-                 tmp_path / f"{name}.jsonl", *(["--out", tmp_path / "out"] if verb != "plan" else []),
+                 tmp_path / f"{name}.jsonl", "--out", tmp_path / "out",
                  *(["--source-tuned", world / "lora"] if verb == "transfer" else []),
                  *(["--engine", "blockwise"] if command == "blockwise" else [])]  # fmt: skip
         err = taskferry(verb, *given, code=2).err
@@ -188,7 +188,7 @@ def test_two_tokenizers_without_offsets(world: Path, tmp_path: Path) -> None:
 def test_settings_that_make_no_sense(world: Path, tmp_path: Path) -> None:
     refused(world, tmp_path, "samples", more=("--samples", "many"))
     refused(world, tmp_path, "as_lora and as_model exclude each other", more=("--as-lora", "--as-model"))
-    refused(world, tmp_path, "--rank 32 or --energy 0.95", more=("--as-lora",))
+    refused(world, tmp_path, "--rank 32", more=("--as-lora",))
     refused(world, tmp_path, "scale", more=("--scale", "big"))
     assert "--target-base is missing; --source-tuned is missing" in taskferry("transfer", code=2).err.replace("\n", " ")
     assert "No such option" in taskferry("transfer", "--sampels", 3, code=2).err

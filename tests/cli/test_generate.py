@@ -114,14 +114,10 @@ def test_several_processes_draw_what_one_draws(world: Path, tmp_path: Path) -> N
 def test_a_plan_draws_few_and_writes_nothing(world: Path, tmp_path: Path) -> None:
     given = words(world, "--calibration", "generate", "--json", "--prompts", "own")
     dry = taskferry("transfer", *given, "--samples", 200, "--out", tmp_path / "never", "--dry-run").json["plan"]
-    assert dry["stages"]["generate"] > 0
     assert dry["samples"] == (
         "200, written by the tuned source: prompts own, temperature 1, seed 0, up to 38 tokens each"
     )
     assert dry["labels"] == "written by the tuned source"
-    less = taskferry("plan", *given, "--samples", 20).json["plan"]
-    assert 0 < less["stages"]["generate"] < dry["stages"]["generate"]
-    assert less["tokens"] < 0.2 * dry["tokens"]
     assert not list(tmp_path.iterdir())
 
 
@@ -159,14 +155,12 @@ def test_what_was_drawn_can_be_refined_on(world: Path, tmp_path: Path) -> None:
 
 def test_samples_are_neither_sent_nor_copied_on(world: Path, tmp_path: Path) -> None:
     """A fine-tune may write down what it was tuned on."""
-    from taskferry.integrations.hub import _with_base
     from taskferry.models import load_model
     from taskferry.models.models import write_model
     from taskferry.taskvector import TaskVector
 
     made(world, tmp_path / "moved", "--as-model")
     assert (tmp_path / "moved" / "calibration.jsonl").is_file()
-    assert not (_with_base(tmp_path / "moved", tmp_path / "copy", "org/b") / "calibration.jsonl").exists()
     (tmp_path / "next").mkdir()
     write_model(load_model(tmp_path / "moved"), TaskVector({}), tmp_path / "next")
     assert not (tmp_path / "next" / "calibration.jsonl").exists()
@@ -181,7 +175,7 @@ def test_samples_are_neither_sent_nor_copied_on(world: Path, tmp_path: Path) -> 
         ("transfer", ["--temperature", 0], "temperature: Input should be greater than 0"),
         ("transfer", ["--calibration", "data.jsonl", "--temperature", 2], "temperature is of generated samples"),
         ("fit", ["--prompts", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
-        ("bench compare", ["--test", "test.jsonl"], "only transfer, fit and plan generate samples"),
+        ("bench compare", ["--test", "test.jsonl"], "only transfer and fit generate samples"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -196,9 +190,8 @@ def test_what_cannot_be_is_refused(
 
 def test_maps_without_a_fine_tune_have_nobody_to_write(world: Path, tmp_path: Path) -> None:
     bases = ["--source-base", world / "base-a", "--target-base", world / "base-b", "--calibration", "generate"]
-    for verb in (["fit", "--out", tmp_path / "x.alignment"], ["plan"]):
-        ran = taskferry(*verb, *bases, code=2)
-        assert "the tuned source writes the samples: give --source-tuned" in ran.err.replace("\n", " ")
+    ran = taskferry("fit", *bases, "--out", tmp_path / "x.alignment", code=2)
+    assert "the tuned source writes the samples: give --source-tuned" in ran.err.replace("\n", " ")
 
 
 def test_where_samples_are_missing_the_next_command_is_told(world: Path, tmp_path: Path) -> None:

@@ -64,9 +64,6 @@ def test_half_of_a_head_is_none(world: Path, tmp_path: Path) -> None:
 
 
 def test_what_has_no_place_is_told(world: Path, tmp_path: Path) -> None:
-    out = tmp_path / "tau.safetensors"
-    shown = taskferry("diff", world / "bare", world / "lora", "--out", out).out
-    assert "classifier.bias, classifier.weight of the fine-tune is not in the file" in " ".join(shown.split())
     rows = [{"text": text, "label": i % 2} for i, text in enumerate(("a cat", "a dog", "the sun", "rain"))]
     (tmp_path / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ["evaluate", world / "bare", "--test", tmp_path / "two.jsonl", "--shots", tmp_path / "two.jsonl"]

@@ -1,16 +1,14 @@
-"""What makes a fit small: rows let go, maps left out or left factored, and a plan that foretells it."""
+"""What makes a fit small: rows let go, maps left out or left factored."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from taskferry import Calibration, TaskVector, fit
+from taskferry import TaskVector, fit
 from taskferry.collect.capture import BICO, MicroBatch, Side
 from taskferry.collect.device import frozen
 from taskferry.collect.scale import copied_bytes, moved_by
@@ -19,13 +17,11 @@ from taskferry.collect.statistics import Capture, Statistics
 from taskferry.engines import whole
 from taskferry.engines.pair import Work
 from taskferry.engines.whole import WholePair
-from taskferry.jobs.cost import Plan
-from taskferry.jobs.plan import _trial, plan_job
 from taskferry.layers.discovery import find_sites
 from taskferry.layers.pairing import pair_sites
 from taskferry.linalg.procrustes import Map
 from taskferry.linalg.whitening import Whitened
-from taskferry.methods import Job, find
+from taskferry.methods import Job
 from taskferry.objectives.objectives import LanguageModel
 from taskferry.taskvector import LowRank
 from tests.helpers.tiny import TINY, relative
@@ -70,75 +66,6 @@ def test_a_lora_goes_through_maps_that_are_never_formed() -> None:
     one, other = factored.apply(tau), formed.apply(tau)
     for name, delta in other.deltas.items():
         assert relative(one.dense().deltas[name], delta.dense()) < 1e-5
-
-
-def planned(
-    A: nn.Module, B: nn.Module, calibration: Calibration, names: Collection[str] | None = None, scale: str | None = None
-) -> Plan:
-    """What BiCo will take: for any task vector, or for one that changes some parameters."""
-    tau = TaskVector({name: torch.ones_like(A.get_parameter(name)) for name in names or ()})
-    job = Job(WholePair(A, B, calibration), tau, every_site=names is None)
-    return plan_job(job, find("bico"), {}, scale=scale)
-
-
-def test_a_plan_counts_the_maps_of_the_real_capture() -> None:
-    A, B = LLAMA.model(32, 2, 0), LLAMA.model(48, 2, 1)
-    calibration = LLAMA.calibration(samples=16)
-    plan = planned(A, B, calibration)
-    alignment = fit(A, B, calibration)
-    maps = [(R, alignment.quality_in[k]) for k, R in alignment.R_in.items()]
-    maps += [(R, alignment.quality_out[k]) for k, R in alignment.R_out.items()]
-    sums = sum(4 * min(q.rows * sum(R.shape), R.shape[0] * R.shape[1]) for R, q in maps)
-    assert plan.pairs == len(alignment.pairs)
-    assert plan.statistics_bytes == pytest.approx(sums, rel=0.1)
-    assert plan.tokens == pytest.approx(max(q.rows for _, q in maps), rel=0.05)
-    assert plan.seconds == pytest.approx(sum(plan.stages.values()))
-    assert plan.memory_bytes > plan.weights_bytes > 0
-
-
-def test_a_plan_counts_the_copy_that_trying_a_scale_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the weights that move: more than all else, where a model is deep and samples are few."""
-    monkeypatch.setattr("taskferry.jobs.plan.resident", lambda: 0)
-    A, B = LLAMA.model(32, 2, 0), LLAMA.model(128, 24, 1)
-    calibration = LLAMA.calibration(samples=2)
-    pairs, _ = pair_sites(find_sites(A), find_sites(B))
-    moving = sum(B.get_parameter(p.target.weight).nbytes for p in pairs)
-    names = sorted({p.source.weight for p in pairs})
-    plan = planned(A, B, calibration, names=names, scale="auto")
-    assert plan.memory_bytes > moving
-    assert planned(A, B, calibration).memory_bytes < moving  # maps for any change: no scale is tried
-
-
-def test_a_plan_counts_the_largest_micro_batch() -> None:
-    """Samples are sorted by length: the first micro-batch is the shortest."""
-    A, B = LLAMA.model(32, 2, 0), LLAMA.model(48, 2, 1)
-    pairs, _ = pair_sites(find_sites(A), find_sites(B))
-    batches = [LLAMA.batch(0, 2), LLAMA.batch(2, 14)]
-    found = []
-    for order in (batches, batches[::-1]):
-        trial = _trial(A, B, pairs, Calibration([(batch, batch) for batch in order]), Capture())
-        found.append(trial.share * trial.graph[1])
-    assert found[0] == pytest.approx(found[1], rel=0.1)
-
-
-def test_a_plan_of_fewer_changes_costs_less() -> None:
-    A, B = LLAMA.model(32, 2, 0), LLAMA.model(48, 2, 1)
-    calibration = LLAMA.calibration(samples=4)
-    whole = planned(A, B, calibration)
-    few = planned(A, B, calibration, [n for n, _ in A.named_parameters() if "q_proj" in n])
-    assert few.pairs < whole.pairs
-    assert few.statistics_bytes < whole.statistics_bytes
-    assert few.stages["solve"] < whole.stages["solve"]
-    assert planned(A, B, calibration, scale="auto").stages["scale"] > planned(A, B, calibration).stages["scale"] == 0
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_every_family_can_be_planned(name: str) -> None:
-    tiny = TINY[name]
-    plan = planned(tiny.model(32, 2, 0), tiny.model(48, 2, 1), tiny.calibration(8))
-    assert plan.pairs > 0
-    assert plan.tokens >= 8
-    assert plan.stages["solve"] > 0
 
 
 def test_weights_that_were_stored_in_half_precision_are_copied_in_it() -> None:
@@ -218,26 +145,3 @@ def test_few_tokens_of_a_wide_model_are_captured_in_one_pass(name: str, monkeypa
     pair.fit(capture, MapOptions(), {})
     assert len(seen) == 1
     assert seen[0] <= foretold
-
-
-def test_a_plan_counts_the_groups_of_the_real_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And says how much memory for sums would spare the passes of all but one."""
-    A, B = LLAMA.model(32, 2, 0), LLAMA.model(48, 3, 1)
-    calibration = LLAMA.calibration(samples=8)
-    names = [name for name, _ in A.named_parameters() if "proj" in name]
-    tau = TaskVector({name: torch.ones_like(A.get_parameter(name)) for name in names})
-    seen: list[int] = []
-    real = whole.collect
-    monkeypatch.setattr(whole, "collect", lambda *given, **named: (seen.append(1), real(*given, **named))[1])
-
-    def passes(memory: int) -> tuple[Plan, int]:
-        job = Job(WholePair(A, B, calibration, work=Work(sums_memory=memory)), tau)
-        plan = plan_job(job, find("bico"), {}, scale=None)
-        seen.clear()
-        find("bico").move(job, {})
-        return plan, len(seen)
-
-    plan, captured = passes(1)
-    assert plan.groups == captured == 3
-    plan, captured = passes(plan.sums_bytes)
-    assert plan.groups == captured == 1

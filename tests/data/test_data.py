@@ -217,39 +217,6 @@ def test_prompts_count_their_completions_only() -> None:
         language_calibration(CHAT, tokenizer)
 
 
-def test_a_full_change_cut_to_a_lora() -> None:
-    torch.manual_seed(0)
-    exact = torch.randn(9, 3) @ torch.randn(3, 7)
-    tau = TaskVector({"w": exact, "b": torch.ones(3), "l": LowRank(torch.ones(2, 1), torch.ones(1, 2))})
-    low, errors, lost = compress(tau, rank=3)
-    assert isinstance(low.deltas["w"], LowRank)
-    assert relative(low.deltas["w"].dense(), exact) < 1e-5
-    assert errors["w"] < 1e-3
-    assert list(lost) == ["b"]
-    assert low.deltas["l"] is tau.deltas["l"]
-    cut, errors, _ = compress(tau, rank=1)
-    assert relative(cut.deltas["w"].dense(), exact) == pytest.approx(errors["w"], rel=1e-4)
-    share, errors, _ = compress(tau, energy=0.8)
-    assert errors["w"] <= 0.2**0.5
-    for how in ({"rank": 3}, {"energy": 0.9}):  # no change: one factor is zero, so that the other can learn
-        none, errors, _ = compress(TaskVector({"w": torch.zeros(2, 9, 7)}), **how)
-        empty = none.deltas["w"]
-        assert (empty.rank, errors["w"]) == (how.get("rank", 1), 0.0)
-        assert not empty.left.any()
-        assert empty.right.all()
-    experts = torch.stack([torch.randn(9, 7), torch.zeros(9, 7)])
-    for how in ({"rank": 3}, {"energy": 0.9}):
-        some = compress(TaskVector({"w": experts}), **how)[0].deltas["w"]
-        assert relative(some.dense()[0], experts[0]) < 0.9
-        assert not some.dense()[1].any()
-        assert some.right[1].all()
-    one_less = compress(tau, rank=share.deltas["w"].rank - 1)[1]["w"] if share.deltas["w"].rank > 1 else 1.0
-    assert one_less > 0.2**0.5
-    for wrong in ({}, {"rank": 2, "energy": 0.5}, {"rank": 0}, {"energy": 1.5}):
-        with pytest.raises(TaskferryError):
-            compress(tau, **wrong)
-
-
 def test_names_of_classes_beside_the_data_give_the_numbers(tmp_path: Path) -> None:
     """The same number for the same name in train and test, in the order of classes.json."""
     (tmp_path / "classes.json").write_text('["dog", "cat"]')
@@ -329,3 +296,28 @@ def test_what_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     del splits[1:]
     with pytest.raises(TaskferryError, match="has no test or validation split"):
         held_out("org/data")
+
+
+def test_a_full_change_cut_to_a_lora() -> None:
+    torch.manual_seed(0)
+    exact = torch.randn(9, 3) @ torch.randn(3, 7)
+    tau = TaskVector({"w": exact, "b": torch.ones(3), "l": LowRank(torch.ones(2, 1), torch.ones(1, 2))})
+    low, errors, lost = compress(tau, rank=3)
+    assert isinstance(low.deltas["w"], LowRank)
+    assert relative(low.deltas["w"].dense(), exact) < 1e-5
+    assert errors["w"] < 1e-3
+    assert list(lost) == ["b"]
+    assert low.deltas["l"] is tau.deltas["l"]
+    cut, errors, _ = compress(tau, rank=1)
+    assert relative(cut.deltas["w"].dense(), exact) == pytest.approx(errors["w"], rel=1e-4)
+    none, errors, _ = compress(TaskVector({"w": torch.zeros(2, 9, 7)}), rank=3)
+    assert (none.deltas["w"].rank, errors["w"]) == (3, 0.0)
+    assert not none.deltas["w"].left.any()  # one factor is zero, so that the other can learn
+    assert none.deltas["w"].right.all()
+    experts = torch.stack([torch.randn(9, 7), torch.zeros(9, 7)])
+    some = compress(TaskVector({"w": experts}), rank=3)[0].deltas["w"]
+    assert relative(some.dense()[0], experts[0]) < 0.9
+    assert not some.dense()[1].any()
+    assert some.right[1].all()
+    with pytest.raises(TaskferryError):
+        compress(tau, rank=0)

@@ -16,9 +16,8 @@ from taskferry import Alignment
 from taskferry.analysis.study import analyze
 from taskferry.evaluation.command import evaluate_command
 from taskferry.jobs.apply import apply_alignment
-from taskferry.jobs.fit import fit_alignment, plan_transfer
-from taskferry.jobs.record import Reporter
-from taskferry.jobs.settings import FitSettings, PlanSettings, TransferSettings
+from taskferry.jobs.fit import fit_alignment
+from taskferry.jobs.settings import FitSettings, TransferSettings
 from taskferry.jobs.transfer import transfer
 from taskferry.settings import AnalyzeSettings, ApplySettings, EvaluateSettings
 from tests.devices import pretend
@@ -125,12 +124,6 @@ def test_fit_and_apply(world: Path, tmp_path: Path) -> None:
         command="test",
     )
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
-
-
-def test_a_plan(world: Path) -> None:
-    plan = plan_transfer(PlanSettings(**language(world, method="bico"), **APART), Reporter())
-    assert plan.pairs
-    assert plan.device_bytes > plan.weights_bytes > 0
 
 
 def test_evaluate_and_analyze(world: Path) -> None:

@@ -118,7 +118,7 @@ def as_predicted(alignment: Alignment, tuned: Path, A: Path, B: Path, out: Path,
         assert (change - wanted.double()).norm() <= rounding < 0.1 * wanted.double().norm(), name
         moved += 1
     assert moved == len(set(predicted.deltas) - set(kept)) > 0
-    share = record["verdict"].get("energy", {}).get("moved", 1.0)
+    share = sum(record["verdict"].get("change", {}).get("moved", {"": 1.0}).values())
     return "works" if share > 0.995 else f"works; {100 * share:.0f} % of the change finds a place"
 
 
@@ -266,7 +266,7 @@ def state(suffix: str) -> Callable[[Path], Path]:
 
 
 def difference(world: Path) -> Path:
-    taskferry("diff", world / "a", world / "a-tuned", "--out", world / "change.safetensors")
+    load_tuned(str(world / "a-tuned"), load_model(str(world / "a"))).tau.save(world / "change.safetensors")
     return world / "change.safetensors"
 
 
@@ -282,7 +282,7 @@ FILES: dict[str, Callable[[Path], Path]] = {
     "folder, `pytorch_model.bin`": torch_folder,
     "state dictionary, `.safetensors`": state(".safetensors"),
     "state dictionary, `.pt`": state(".pt"),
-    "task vector of `taskferry diff`": difference,
+    "task vector (`TaskVector.save`)": difference,
     "pickled model, `.pt`": pickled,
 }
 

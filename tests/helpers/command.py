@@ -44,13 +44,12 @@ def ranks(count: int, *arguments: object, before: str = "", cwd: Path | None = N
 def taskferry(*arguments: object, code: int | None = 0, cwd: Path | None = None, **environment: str) -> Ran:
     """Run `taskferry …` and expect an exit code, or any (None): in a fork of a warm process, or in a new one.
 
-    A new one for a fleet: Ray does not start its workers from a fork; and to push, by variables of one test.
+    A new one for a fleet: Ray does not start its workers from a fork.
     Other variables of the hub make a warm process of their own: its library reads them when it is imported.
     """
     words = [str(word) for word in arguments]
     variables = {**_variables(), **environment}
-    new = words[:1] in (["fleet"], ["push"])
-    ran = _new(words, cwd, variables) if new else _warm(words, cwd, [variables])
+    ran = _new(words, cwd, variables) if words[:1] == ["fleet"] else _warm(words, cwd, [variables])
     assert code in (None, ran.code), f"taskferry {' '.join(words)}\n{ran.out}\n{ran.err}"
     return ran
 

@@ -57,7 +57,7 @@ def run(request: dict[str, Any], variables: dict[str, str]) -> None:
 
 
 def warm() -> None:
-    """What every command makes anew: imports, transformers' table of names (half a second), the machine's speed."""
+    """What every command makes anew: imports, transformers' table of names (half a second)."""
     for name in IMPORTS:
         try:
             importlib.import_module(name)
@@ -67,14 +67,6 @@ def warm() -> None:
         from transformers import conversion_mapping
 
         conversion_mapping.get_checkpoint_conversion_mapping("llama")
-    import torch
-
-    if torch.get_num_threads() == 1:  # a fork of a process with threads of its own may wait for them for ever
-        from taskferry.jobs.machine import Machine
-
-        machine = Machine.of("cpu")
-        assert min(machine.product, machine.product64, machine.hashing) > 0
-        assert machine.solve_seconds(64, 16, 24) + machine.solve_seconds(8, 16, 24) > 0
     gc.freeze()
 
 

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +9,9 @@ import pytest
 from huggingface_hub import ModelCard
 
 from taskferry import TaskferryError
-from taskferry.integrations.hub import add_score, card_fields, hub_id, pipeline_of, push, read_card
+from taskferry.integrations.hub import add_score, card_fields, hub_id, pipeline_of, read_card
 from taskferry.jobs.card import write_card
 from taskferry.methods import find
-from tests.helpers import folders
-from tests.helpers.command import taskferry
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -188,138 +180,3 @@ def test_a_hostile_card_gives_one_sentence(head: str, tmp_path: Path) -> None:
 def test_a_folder_without_a_card_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskferryError, match=r"README\.md"):
         add_score(tmp_path, data="x", metric="loss", value=1, samples=1, how="x")
-
-
-class StandIn(BaseHTTPRequestHandler):
-    """What a hub's protocol asks of small repositories: create, say how each file is sent, take files, commit."""
-
-    protocol_version = "HTTP/1.1"
-    received: dict[str, bytes]
-    asked: list[tuple[str, Any]]
-
-    def _answer(self, data: Any, code: int = 200) -> None:
-        body = json.dumps(data).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        parts = []
-        while size := int(self.rfile.readline(), 16):
-            parts.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
-
-    def do_POST(self) -> None:
-        body, path = self._body(), self.path.partition("?")[0]
-        host = f"http://{self.headers['Host']}"
-        if self.headers.get("Authorization") != "Bearer hf_test":
-            self._answer({"error": "who are you?"}, 401)
-        elif path == "/api/repos/create":
-            self.asked.append(("create", json.loads(body)))
-            self._answer({"url": f"{host}/me/moved", "name": "me/moved"})
-        elif path == "/api/validate-yaml":
-            self.asked.append(("card", json.loads(body)["content"]))
-            self._answer({"errors": [], "warnings": []})
-        elif path.startswith("/api/models/me/moved/preupload/"):
-            files = json.loads(body)["files"]
-            modes = [
-                {"path": f["path"], "shouldIgnore": False,
-                 "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular"}
-                for f in files
-            ]  # fmt: skip
-            self._answer({"files": modes})
-        elif path == "/me/moved.git/info/lfs/objects/batch":
-            objects = [
-                {"oid": o["oid"], "size": o["size"], "actions": {"upload": {"href": f"{host}/lfs/{o['oid']}"}}}
-                for o in json.loads(body)["objects"]
-            ]
-            self._answer({"transfer": "basic", "objects": objects})
-        elif path.startswith("/api/models/me/moved/commit/"):
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    self.received[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-                elif line["key"] == "lfsFile":
-                    self.received[line["value"]["path"]] = self.received.pop(f"lfs:{line['value']['oid']}")
-            self._answer({"commitUrl": f"{host}/me/moved/commit/1", "commitOid": "1", "hookOutput": ""})
-        else:
-            self._answer({"error": path}, 404)
-
-    def do_PUT(self) -> None:
-        body = self._body()
-        self.received[f"lfs:{hashlib.sha256(body).hexdigest()}"] = body
-        self._answer({})
-
-    def do_GET(self) -> None:
-        self._answer({"error": self.path}, 404)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def stand_in() -> Iterator[tuple[str, type[StandIn]]]:
-    class Handler(StandIn):
-        received: dict[str, bytes] = {}  # noqa: RUF012
-        asked: list[tuple[str, Any]] = []  # noqa: RUF012
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", Handler
-    server.shutdown()
-    thread.join()
-
-
-@pytest.fixture
-def moved(tmp_path: Path) -> Path:
-    folders.causal(tmp_path / "a", "LlamaForCausalLM", 16, 2, 1)
-    folders.causal(tmp_path / "b", "Qwen3ForCausalLM", 24, 3, 2)
-    folders.lora(tmp_path / "a", tmp_path / "lora", ["q_proj"], task_type="CAUSAL_LM")
-    folders.prompts(tmp_path / "data.jsonl")
-    taskferry("transfer", "--source-base", "a", "--source-tuned", "lora", "--target-base", "b", "--calibration",
-              "data.jsonl", "--scale", 1, "--force", "--out", "moved", cwd=tmp_path)  # fmt: skip
-    return tmp_path / "moved"
-
-
-def test_push_sends_the_folder_and_nothing_of_it_changes(moved: Path, stand_in: tuple[str, type[StandIn]]) -> None:
-    """Against the stand-in above: a real hub cannot be reached here."""
-    address, handler = stand_in
-    taskferry("evaluate", "b", "--add", "moved", "--test", "data.jsonl", "--card", "moved", cwd=moved.parent)
-    before = {file.name: file.read_bytes() for file in moved.iterdir()}
-    online = {"HF_ENDPOINT": address, "HF_TOKEN": "hf_test", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    told = taskferry("push", moved, "me/moved", "--base-model", "org/b", "--json", **online)
-    assert told.json == {"repository": f"{address}/me/moved", "private": True}
-    created = handler.asked[0][1]
-    assert created.get("private") is True or created.get("visibility") == "private"  # older and newer protocol
-    assert set(handler.received) == set(before)
-    assert handler.received["adapter_model.safetensors"] == before["adapter_model.safetensors"]
-    assert json.loads(handler.received["adapter_config.json"])["base_model_name_or_path"] == "org/b"
-    (moved.parent / "got.md").write_bytes(handler.received["README.md"])
-    data = ModelCard.load(moved.parent / "got.md").data
-    assert (data.base_model, data.to_dict()["base_model_relation"]) == ("org/b", "adapter")
-    assert [r.metric_type for r in data.eval_results] == ["exact_match"]  # its samples are prompts with answers
-    assert {file.name: file.read_bytes() for file in moved.iterdir()} == before
-
-    refused = taskferry(
-        "push", moved, "me/moved", "--base-model", "org/b", code=2, **{**online, "HF_TOKEN": "hf_other"}
-    )
-    assert "refused me/moved" in refused.err
-
-
-def test_push_says_what_to_mend(moved: Path, tmp_path: Path) -> None:
-    with pytest.raises(TaskferryError, match=r"--base-model ORG/NAME"):
-        push(moved, "me/moved")
-    with pytest.raises(TaskferryError, match="OWNER/NAME"):
-        push(moved, "moved", base_model="org/b")
-    with pytest.raises(TaskferryError, match=r"taskferry\.json"):
-        push(tmp_path, "me/moved")
-    card = read_card(moved)
-    card.data["base_model"] = "org/b"
-    card.save(moved / "README.md")
-    assert "HF_HUB_OFFLINE" in taskferry("push", moved, "me/moved", code=2).err

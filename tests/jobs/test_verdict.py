@@ -35,7 +35,6 @@ def answers(before: int, after: int, **more: Score) -> HeldOutAnswers:
         (LOWER, answers(12, 12, refined=score(35)), HELPS),
         (LOWER, None, HELPS),
         (HIGHER, None, HARMS),
-        (ScaleCurve(LOWER.points, 1.0, ((2.0, 0.5), (2.0, 2.1))), None, NOT_SHOWN),
     ],
 )
 def test_states(curve: ScaleCurve, found: HeldOutAnswers | None, state: str) -> None:

@@ -9,7 +9,6 @@ import math
 import shutil
 import sys
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,11 @@ from taskferry.cli.screen import Screen
 from taskferry.collect.scale import moved_by
 from taskferry.data.augmentation import Views
 from taskferry.disk.records import as_json
-from taskferry.jobs.cost import Plan
-from taskferry.jobs.plan import plan_job
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.transfer import transfer
 from taskferry.layers.discovery import find_sites
-from taskferry.methods import Job, find, run
+from taskferry.methods import Job, run
 from taskferry.models.lowrank import compress
 from taskferry.objectives.answers import Written
 from taskferry.taskvector import as_dense
@@ -404,30 +401,8 @@ def test_settings_of_a_refinement_need_one(pair: dict[str, Any], tmp_path: Path)
     assert "--refine STEPS" in taskferry("transfer", *words(pair), *out, "--refine-rate", 0.1, code=2).err
     refused = taskferry("transfer", *words(pair), *out, "--refine", 3, "--engine", "blockwise", code=2).err
     assert "whole in one process" in refused
-    plan = taskferry("transfer", *words(pair), *out, "--refine", 3, "--dry-run", "--json")
-    found = json.loads(plan.out)["plan"]
-    assert found["stages"]["refine"] > 0
-    assert "3 training steps" in found["refine"]
-    assert "with two to three times the steps" in found["cheaper"]
-    many = taskferry("transfer", *words(pair), *out, "--refine", 100, "--dry-run", "--json").json["plan"]
-    assert many["cheaper"].startswith("--method cold: training alone with so many steps")
-    cold = taskferry("transfer", *words(pair), *out, "--method", "cold", "--refine", 3, "--dry-run", "--json")
-    assert "cheaper" not in cold.json["plan"]
-
-
-def test_the_plan_alone_counts_the_training(pair: dict[str, Any]) -> None:
-    """`taskferry plan --refine` says what `transfer --refine` would, and refuses what that would refuse."""
-    given = ["plan", *words(pair), "--samples", 12]
-    found = taskferry(*given, "--refine", 3, "--json").json["plan"]
-    assert found["refine"].startswith("3 training steps")
-    assert "--method cold" in found["cheaper"]
-    assert found["stages"]["refine"] > 0
-    assert "refine" not in taskferry(*given, "--json").json["plan"]["stages"]
-    assert taskferry(*given, "--method", "cold", "--refine", 3, "--json").json["plan"]["stages"]["capture"] == 0
-    assert "add --refine STEPS" in taskferry(*given, "--method", "cold", code=2).err
-    assert "leave --refine out" in taskferry(*given, "--refine", 3, "--device-memory", 8, code=2).err
-    bases = words({name: path for name, path in pair.items() if name != "source_tuned"})
-    assert "give --source-tuned" in taskferry("plan", *bases, "--refine", 3, code=2).err
+    plan = taskferry("transfer", *words(pair), *out, "--refine", 3, "--dry-run", "--json").json["plan"]
+    assert "3 training steps" in plan["method"]
 
 
 def test_training_from_scratch_is_told_of_as_what_it_is(pair: dict[str, Any], tmp_path: Path) -> None:
@@ -471,10 +446,6 @@ def test_what_cannot_be_refined_is_refused_before_any_work(
         transfer(TransferSettings(**given, **how, out=str(tmp_path / "own")), command="")
     dense = taskferry("transfer", *words(pair), *out, "--method", "few-shot", "--dry-run", code=2)
     assert "write it with --as-model" in dense.err
-    full = folders.shifted(pair["source_base"], tmp_path / "full")
-    energy = taskferry("transfer", *words({**pair, "source_tuned": full}), *out, "--method", "cold", "--refine", 3,
-                       "--as-lora", "--energy", 0.9, "--dry-run", code=2)  # fmt: skip
-    assert "has no energy: give a rank" in " ".join(energy.err.split())
     lora = tmp_path / "more"
     shutil.copytree(pair["source_tuned"], lora)
     tensors = load_file(lora / "adapter_model.safetensors")
@@ -501,46 +472,3 @@ def test_another_lesson_is_another_training(pair: dict[str, Any], tmp_path: Path
     transfer(settings("whole", 1.0), command="")
     found = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("half", "whole")]
     assert found[0] == found[1]
-
-
-def test_plans_count_training() -> None:
-    given = job("bert-classifier")
-    plans = {
-        name: plan_job(given, find(name), find(name).checked({}), scale="auto").stages
-        for name in ("bico", "distil", "few-shot")
-    }
-    assert "train" not in plans["bico"]
-    assert plans["distil"]["train"] > 0
-    assert plans["few-shot"]["train"] > 0
-    costs = [find("few-shot").cost(given, {"steps": steps}).training for steps in (20, 40, "auto")]
-    assert costs[0] < costs[1] < costs[2]
-    assert find("distil").cost(given, {"steps": 100}).training > find("distil").cost(given, {"steps": 50}).training > 50
-
-
-def test_a_plan_for_real_language_models_says_what_got_further(
-    pair: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The models here are small: what counts as real is lowered for them."""
-
-    def told(**more: Any) -> str | None:
-        found: dict[str, str] = {}
-
-        class Lines(Reporter):
-            def plan(self, plan: Plan, lines: Mapping[str, str]) -> None:
-                found.update(lines)
-
-        given = TransferSettings(
-            **{name: str(value) for name, value in pair.items()}, out=str(tmp_path / "out"), **more
-        )
-        transfer(given, command="", reporter=Lines(), dry_run=True)
-        assert found["method"] == "twofold"
-        return found.get("if training is allowed")
-
-    assert told() is None
-    monkeypatch.setattr("taskferry.jobs.transfer.REAL", 1)
-    advice = told()
-    assert advice is not None
-    assert advice.startswith("--refine 30")
-    assert "--method cold" in advice
-    assert told(engine="blockwise") is None
-    assert told(refine=3) is None

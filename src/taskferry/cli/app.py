@@ -53,16 +53,12 @@ VERBS = {  # by panel of the help; a test holds each sentence to the verb's own
         "fleet": "Move every adapter of a folder to one or more new bases, in parallel; rerun to resume.",
     },
     "Look before and after": {
-        "doctor": "Say what is installed, what is missing, and what would move between two models.",
         "inspect": "Show the linear layers of a model, a task vector, an alignment, or what moved in an output.",
-        "diff": "Write the task vector of a fine-tune.",
         "analyze": "Measure how alike two models are: CKA and cosine by block, before and after alignment; cost; "
         "drift.",
     },
-    "Compare and share": {
-        "methods": "List the methods with their settings.",
+    "Compare": {
         "bench": "Compare methods, and make tables from recipes.",
-        "push": "Send what transfer or apply wrote to a model hub. Nothing else ever sends anything.",
     },
 }
 

@@ -27,7 +27,7 @@ def run(
         settings = load_settings(FitSettings, config, given)
         from taskferry.cli.screen import Screen
         from taskferry.jobs.fit import fit_alignment
-    screen = Screen(quiet=quiet, as_json=as_json, show_plan=dry_run)
+    screen = Screen(quiet=quiet, as_json=as_json, dry_run=dry_run)
     with screen.bars():
         alignment = fit_alignment(settings, reporter=screen, dry_run=dry_run)
     if alignment is None:

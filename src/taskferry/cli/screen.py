@@ -1,10 +1,11 @@
-"""What people see: the plan, progress bars, the verdict."""
+"""What people see: what will be done, progress bars, the verdict."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from taskferry.cli.terminal import plain, print_json, warn
 from taskferry.display.bars import Bars
+from taskferry.estimate import Estimate
 from taskferry.jobs.record import Outcome, Reporter
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.verdict import HARMS, HELPS, NOT_SHOWN
@@ -32,11 +34,12 @@ class Screen(Reporter):
     """A reporter for a terminal; with `--json` or `--quiet` it stays silent."""
 
     def __init__(
-        self, *, quiet: bool = False, as_json: bool = False, show_plan: bool = False, console: Console | None = None
+        self, *, quiet: bool = False, as_json: bool = False, dry_run: bool = False, console: Console | None = None
     ) -> None:
         self.silent = quiet or as_json
-        self.show_plan = show_plan  # also as JSON, where there is nothing else to come
+        self.dry_run = dry_run  # what will be done is the result, also as JSON
         self.as_json = as_json
+        self.lines: dict[str, str] = {}
         self.console = console or Console(highlight=False)
         self._bars: Bars | None = None
 
@@ -50,16 +53,22 @@ class Screen(Reporter):
             yield
         self._bars = None
 
-    def plan(self, lines: Mapping[str, str]) -> None:
-        """A table with what will be done."""
-        if self.as_json and self.show_plan:
-            print_json({"plan": dict(lines)})
+    def plan(self, lines: Mapping[str, str], estimate: Estimate | None = None) -> None:
+        """Print what will be done as soon as it is known, and what it takes at the end of a dry run."""
+        self.lines.update(lines)
+        if self.as_json and self.dry_run and estimate is not None:
+            print_json({"plan": {**self.lines, **asdict(estimate)}})
         if self.silent:
             return
-        table = Table(title="Plan", title_justify="left", show_header=False, box=None, pad_edge=False)
-        table.add_column(style="cyan", no_wrap=True)
+        shown = dict(lines)
+        if estimate is not None:
+            shown["will move"] = f"into {estimate.pairs} of {estimate.layers} linear layers of the target"
+            shown["memory"] = f"about {_bytes(estimate.memory_bytes)} for weights and sums, activations on top"
+            shown["time"] = f"roughly {_seconds(estimate.seconds)} here"
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_column(style="cyan", no_wrap=True, min_width=9)
         table.add_column(overflow="fold")
-        for name, value in lines.items():
+        for name, value in shown.items():
             table.add_row(name, plain(value))
         self.console.print(table)
 
@@ -159,3 +168,11 @@ def written_by(settings: TransferSettings | ApplySettings) -> str:
 def _worst(errors: Mapping[str, float]) -> list[tuple[str, float]]:
     told = [(name, error) for name, error in errors.items() if error >= TOLD]
     return sorted(told, key=lambda item: -item[1])[:3]
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count > 2**29 else f"{count / 2**20:.0f} MiB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds > 120 else f"{max(1, round(seconds))} s"

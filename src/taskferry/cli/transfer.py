@@ -43,7 +43,7 @@ def run(
             raise TaskferryError(f"{error.sentence}: {samples_to_give(known)}") from error
         from taskferry.cli.screen import Screen, next_after
         from taskferry.jobs.transfer import transfer
-    screen = Screen(quiet=quiet, as_json=as_json, show_plan=dry_run)
+    screen = Screen(quiet=quiet, as_json=as_json, dry_run=dry_run)
     with screen.bars():
         outcome = transfer(settings, command=command_line(), reporter=screen, dry_run=dry_run)
     if outcome is None or rank_and_size()[0] > 0:

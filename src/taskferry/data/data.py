@@ -226,7 +226,7 @@ def _load(given: str, cache: str, split: str, config: str | None) -> Any:
     except Exception as error:  # the library raises many kinds; all mean that the data cannot be read
         raise TaskferryError(f"{given} cannot be read: {_line(error)}") from error
     if given == GENERATE:
-        raise TaskferryError(f"only transfer, fit and plan {GENERATE} samples: give a file in its place")
+        raise TaskferryError(f"only transfer and fit {GENERATE} samples: give a file in its place")
     raise TaskferryError(f"{given} does not exist{nearest(given)}")
 
 

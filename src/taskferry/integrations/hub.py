@@ -1,24 +1,20 @@
-"""What hubs read at the head of a model card, and sending an output to one.
+"""What hubs read at the head of a model card.
 
 >>> card = read_card(folder)                        # card.data: base_model, library_name, pipeline_tag, tags …
 >>> card.data["license"] = "mit"
 >>> card.save(folder / "README.md")
->>> push(folder, "me/my-lora-on-b", base_model="org/b")      # nothing is sent by anything else
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from taskferry.choices import WRITTEN
 from taskferry.errors import TaskferryError
 
 if TYPE_CHECKING:
@@ -118,68 +114,3 @@ def add_score(folder: Path, *, data: str, metric: str, value: float, samples: in
     card.data["eval_results"] = [*old, new]
     card.data["model_name"] = card.data["model_name"] or folder.resolve().name
     card.save(folder / CARD)
-
-
-def push(
-    folder: Path, repo: str, *, base_model: str | None = None, private: bool = True, revision: str | None = None
-) -> str:
-    """Send an output folder to a hub repository, which is made where it is not there; returns its address.
-
-    Others must find the base by its name, so what was made on a base of this machine needs `base_model`. The folder
-    itself stays as it is: the name is put into what is sent. The record tells the command as it was typed.
-    """
-    if not (folder / "taskferry.json").is_file():
-        raise TaskferryError(f"{folder} has no taskferry.json: only what taskferry has written is sent")
-    if not _HUB_ID.fullmatch(repo):
-        raise TaskferryError(f"'{repo}' is no name of a repository: give OWNER/NAME")
-    base = base_model or read_card(folder).data["base_model"]
-    if base is None or not _HUB_ID.fullmatch(str(base)):
-        raise TaskferryError(
-            f"{folder} was made on a base of this machine, which others cannot find: "
-            "give its hub name, --base-model ORG/NAME"
-        )
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
-
-    try:
-        with tempfile.TemporaryDirectory(prefix="taskferry-push-") as temporary:
-            copy = _with_base(folder, Path(temporary) / "output", str(base))
-            address = huggingface_hub.create_repo(repo, private=private, exist_ok=True)
-            huggingface_hub.upload_folder(
-                repo_id=repo,
-                folder_path=copy,
-                commit_message="Upload a fine-tune moved with taskferry",
-                revision=revision,
-            )
-    except LocalTokenNotFoundError as error:
-        raise TaskferryError("the hub does not know you: run `hf auth login`, or set HF_TOKEN") from error
-    except OfflineModeIsEnabled as error:
-        raise TaskferryError("HF_HUB_OFFLINE is set, so nothing can be sent: unset it") from error
-    except (HfHubHTTPError, ValueError) as error:  # a ValueError is the hub's word on the card
-        raise TaskferryError(f"the hub refused {repo}: {str(error).splitlines()[0]}") from error
-    return str(address)
-
-
-def _with_base(folder: Path, copy: Path, base: str) -> Path:
-    """The folder with the base's name in card and adapter; weights are linked, not copied.
-
-    Generated samples stay here: a fine-tune may write down what it was tuned on.
-    """
-
-    def take(source: str, target: str) -> None:
-        if source.endswith((".safetensors", ".bin")):
-            Path(target).symlink_to(Path(source).resolve())
-        else:
-            shutil.copyfile(source, target)
-
-    shutil.copytree(folder, copy, copy_function=take, ignore=shutil.ignore_patterns(WRITTEN))
-    adapter = copy / "adapter_config.json"
-    card = read_card(copy)
-    card.data["base_model"] = base
-    if "base_model_relation" not in card.data:
-        card.data["base_model_relation"] = "adapter" if adapter.is_file() else "finetune"
-    card.save(copy / CARD)
-    if adapter.is_file():
-        config = json.loads(adapter.read_text(encoding="utf-8"))
-        adapter.write_text(json.dumps({**config, "base_model_name_or_path": base}, indent=2) + "\n", encoding="utf-8")
-    return copy

@@ -1,4 +1,4 @@
-"""taskferry apply and diff, file to file: a LoRA needs no model at all."""
+"""taskferry apply, file to file: a LoRA needs no model at all."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
 from taskferry.jobs.output import dequantised, in_form, output_kind, packed, rounded, write_output
 from taskferry.jobs.record import Outcome, make_record, summary
-from taskferry.jobs.spectrum import energy_moved
-from taskferry.jobs.verdict import applied
+from taskferry.jobs.verdict import applied, change_by_place
 from taskferry.models import (
     Adapter,
     Loaded,
@@ -76,7 +75,7 @@ def apply_record(
     """The record of one applied change, alone or in a fleet; `table` is the alignment's, made once for all."""
     adapter = tuned if isinstance(tuned, Adapter) else tuned.adapter
     ignored = {**tuned.ignored, **more.get("not_in_the_lora", {})}
-    verdict = applied(moved, settings.scale, energy_moved(tuned.tau, moved), ignored)
+    verdict = applied(moved, settings.scale, change_by_place(tuned.tau, moved), ignored)
     verdict["sentence"] += packed(output_kind(settings, adapter), moved, adapter)
     return make_record(
         command,
@@ -89,16 +88,6 @@ def apply_record(
         ignored=tuned.ignored,
         **more,
     )
-
-
-def difference(base: str, tuned: str, out: Path) -> Tuned:
-    """τ = tuned − base as one file; what a fine-tune has beside it is not in there."""
-    check_free(out)
-    found = load_tuned(tuned, load_model(base))
-    if not len(found.tau):
-        raise TaskferryError(f"{tuned} does not differ from {base}")
-    found.tau.save(out)
-    return found
 
 
 def source_skeleton(alignment: Alignment) -> Skeleton:

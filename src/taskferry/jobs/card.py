@@ -34,8 +34,9 @@ def _on(base: object) -> str:
 
 
 def _energy(verdict: Mapping[str, Any]) -> str:
-    share = verdict.get("energy", {}).get("moved")
-    return "" if share is None else f"\n- share of the change (‖τ‖²) that had a place to move to: {100 * share:.0f} %"
+    moved = verdict.get("change", {}).get("moved")
+    share = 0.0 if moved is None else sum(moved.values())
+    return "" if moved is None else f"\n- share of the change (‖τ‖²) that had a place to move to: {100 * share:.0f} %"
 
 
 def _warnings(verdict: Mapping[str, Any]) -> str:

@@ -8,7 +8,8 @@ from taskferry.alignment import Alignment
 from taskferry.disk.files import write_text
 from taskferry.disk.staging import check_free
 from taskferry.engines.launch import rank_and_size
-from taskferry.jobs.opening import Opened, cut_line, opened
+from taskferry.estimate import BACKWARD, estimate
+from taskferry.jobs.opening import opened, sample_lines
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import FitSettings
 from taskferry.jobs.source import with_base
@@ -33,7 +34,9 @@ def fit_alignment(
             size = rank_and_size()[1]
             if size > 1:
                 lines["processes"] = f"{size}, which share passes and maps"
-            reporter.plan(lines)
+            passes = BACKWARD if method.needs.gradients else 1.0
+            found = estimate(job.pair, job.wanted, source_passes=passes, target_passes=passes) if dry_run else None
+            reporter.plan(lines, found)
         if dry_run:
             return None
         if settings.shard:
@@ -49,11 +52,3 @@ def fit_alignment(
         if models.drawn is not None:
             write_text(beside(settings.out), models.drawn.lines())
     return alignment
-
-
-def sample_lines(models: Opened) -> dict[str, str]:
-    """Of a plan."""
-    if models.drawn is not None:
-        return {"labels": models.prepared.labels, "samples": models.drawn.told}
-    samples = str(models.prepared.calibration.samples)
-    return {"labels": models.prepared.labels, "samples": samples, **cut_line(models.prepared)}

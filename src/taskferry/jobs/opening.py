@@ -241,10 +241,15 @@ def _lazy(given: str, device: str, dtype: str) -> LazyModel:
     return lazy
 
 
-def cut_line(prepared: Prepared) -> dict[str, str]:
-    """Of a plan, where texts were cut."""
+def sample_lines(models: Opened) -> dict[str, str]:
+    """Say how many samples there are, who labelled them, and how many texts were cut."""
+    prepared = models.prepared
+    lines = {"labels": prepared.labels}
+    if models.drawn is not None:
+        return {**lines, "samples": models.drawn.told}
     longest = prepared.longest
     cut, of = prepared.calibration.filled(longest), prepared.calibration.samples
-    if not cut:
-        return {}
-    return {"cut": f"{cut} of {of} samples fill all {longest} tokens; what is longer is left out (--max-length)"}
+    lines["samples"] = str(of)
+    if cut:
+        lines["cut"] = f"{cut} of {of} samples fill all {longest} tokens; what is longer is left out (max_length)"
+    return lines

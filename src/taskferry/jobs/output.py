@@ -19,9 +19,8 @@ from taskferry.disk.staging import staged_folder
 from taskferry.engines.lazy import LazyModel
 from taskferry.errors import TaskferryError
 from taskferry.integrations.hub import hub_id
-from taskferry.jobs.record import finish
+from taskferry.jobs.record import Reporter, finish
 from taskferry.jobs.settings import TransferSettings
-from taskferry.jobs.timing import Timing
 from taskferry.layers.discovery import block_paths, find_sites
 from taskferry.models import Adapter, Loaded, Skeleton, load_model, read_adapter, write_adapter, write_model
 from taskferry.models.lowrank import compress
@@ -40,18 +39,18 @@ def output_kind(settings: OutputSettings, adapter: Adapter | None) -> str:
         return "task-vector"
     if settings.as_model:
         return "model"
-    if adapter is not None and (settings.rank is not None or settings.energy is not None):
-        raise TaskferryError("a LoRA keeps its rank exactly: leave --rank and --energy out")
-    if settings.as_lora and adapter is None and settings.rank is None and settings.energy is None:
-        raise TaskferryError("--as-lora of a full fine-tune needs --rank 32 or --energy 0.95")
+    if adapter is not None and settings.rank is not None:
+        raise TaskferryError("a LoRA keeps its rank exactly: leave --rank out")
+    if settings.as_lora and adapter is None and settings.rank is None:
+        raise TaskferryError("--as-lora of a full fine-tune needs a rank: --rank 32")
     return "lora" if adapter is not None or settings.as_lora else "model"
 
 
 def in_form(settings: OutputSettings, kind: str, tau: TaskVector) -> tuple[TaskVector, dict[str, Any]]:
     """The task vector in that form, with what a cut to a LoRA loses."""
-    if kind != "lora" or (settings.rank is None and settings.energy is None):
+    if kind != "lora" or settings.rank is None:
         return tau, {}
-    low, errors, lost = compress(tau, rank=settings.rank, energy=settings.energy)
+    low, errors, lost = compress(tau, settings.rank)
     return low, {"truncation": errors, "not_in_the_lora": lost}
 
 
@@ -121,7 +120,7 @@ def write_output(
     adapter: Adapter | None,
     record: Mapping[str, Any],
     inputs: Inputs,
-    timing: Timing | None = None,
+    reporter: Reporter | None = None,
     drawn: Drawn | None = None,
     template: str | None = None,
 ) -> None:
@@ -133,13 +132,12 @@ def write_output(
             (folder / WRITTEN).write_text(drawn.lines(), encoding="utf-8")
         if template is not None:
             (folder / TEMPLATE).write_text(template, encoding="utf-8")
-        if timing is not None:
-            timing.step("check", 0, 1)
+        reporter = reporter or Reporter()
+        reporter.step("check", 0, 1)
         if not isinstance(target, Skeleton):
             check_output(folder, kind, tau, target)
         inputs.check()
-        if timing is not None:
-            timing.step("check", 1, 1)
+        reporter.step("check", 1, 1)
 
 
 def write_form(

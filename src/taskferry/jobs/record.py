@@ -11,6 +11,7 @@ from typing import Any
 from taskferry.coverage import Coverage
 from taskferry.disk.records import as_json
 from taskferry.display.tables import ROWS, panel
+from taskferry.estimate import Estimate
 from taskferry.jobs.card import write_card
 from taskferry.settings import Settings, Writing, dump_settings
 from taskferry.taskvector import TaskVector
@@ -23,8 +24,8 @@ SETTINGS = "taskferry.yaml"
 class Reporter:
     """Told what happens; the silent one does nothing."""
 
-    def plan(self, lines: Mapping[str, str]) -> None:
-        """Before the work."""
+    def plan(self, lines: Mapping[str, str], estimate: Estimate | None = None) -> None:
+        """Say what will be done, and, of a dry run, what it takes."""
 
     def step(self, what: str, done: int, total: int) -> None:
         """During it."""

@@ -34,7 +34,7 @@ class MethodSettings(GenerationSettings, MapSettings, PairPlaceSettings):
 
     source_base: str = Field("", description="the base model that was tuned (default: the one that an adapter names)")
     target_base: str = Field(description="the base model to move to")
-    method: str = Field(DEFAULT_METHOD, description="how to move; `taskferry methods` lists all")
+    method: str = Field(DEFAULT_METHOD, description="how to move")
     method_settings: dict[str, Any] = Field({}, description="settings of the method, such as inputs=gradients")
 
     @field_validator("method_settings", mode="before")

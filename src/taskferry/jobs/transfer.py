@@ -6,35 +6,38 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
-from taskferry.collect.scale import ScaleCurve
+from taskferry.collect.scale import EVALUATIONS, ScaleCurve
 from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
+from taskferry.estimate import BACKWARD, Estimate, estimate
 from taskferry.jobs.answers import HeldOutAnswers, held_out_answers
-from taskferry.jobs.opening import Opened, cut_line, opened
+from taskferry.jobs.opening import Opened, opened, sample_lines
 from taskferry.jobs.output import FORMS, dequantised, in_form, output_kind, packed, rounded, write_output
 from taskferry.jobs.record import Outcome, Reporter, make_record, summary
 from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.source import SourceLosses, source_losses, with_base
-from taskferry.jobs.spectrum import before_and_after, energy_moved
-from taskferry.jobs.timing import Timing
-from taskferry.jobs.verdict import Judged, verdict
-from taskferry.methods import Job, Moved, find
-from taskferry.models import Adapter, Tuned
+from taskferry.jobs.verdict import Judged, change_by_place, verdict
+from taskferry.methods import Job, Method, Moved, find
+from taskferry.models import Adapter, Tuned, is_adapter
 from taskferry.models.adapter_config import CONFIG
 from taskferry.models.conversion import peft_for
+from taskferry.models.models import resolve
 from taskferry.objectives.generation import HALF
 from taskferry.objectives.objectives import Classifier
 from taskferry.objectives.task_head import MovedHead, TaskHead
 from taskferry.objectives.teacher import check_whole
-from taskferry.taskvector import LazyDeltas, TaskVector
+from taskferry.taskvector import TaskVector
 from taskferry.training.lessons import Likeness, kind_of
 from taskferry.training.refinement import STAGE, Refined, least_of, refine
 
 ENGINES = {"whole": "both models in memory", "blockwise": "one block at a time", "ranks": "several processes"}
 WORSE = " Fewer answers are right than before: nothing was written (--force writes it anyway)."
+STEP = 8  # samples in one step of a refinement, roughly
 HALVED = " Half of the scale that is best on them was taken."
 
 
@@ -46,25 +49,22 @@ def transfer(
     (method, own), refinement = settings.chosen(), settings.refinement
     method.refuse(settings.engine_name)
     check_free(settings.out)
-    timing = Timing(reporter or Reporter())
-    with opened(settings, timing, settings.out, dry_run=dry_run) as models:
+    reporter, started = reporter or Reporter(), time.perf_counter()
+    reporter.plan(_first_lines(settings, given))
+    with opened(settings, reporter, settings.out, dry_run=dry_run) as models:
         kind, drawn = output_kind(settings, models.tuned.adapter), models.drawn
         head = _head(settings, models, kind)
         _check_training(settings, models, kind)
-        source = None if dry_run else _source(settings, models, timing)
+        source = None if dry_run else _source(settings, models, reporter)
         job = Job(models.pair, models.tuned.tau, models.held_out)
         if models.first:
-            lines = _plan_lines(settings, models, kind)
-            if not given.source_base:
-                lines["from"] += f", the base that its {CONFIG} names"
-            timing.plan(lines)
+            found = _estimated(settings, job, method) if dry_run else None
+            reporter.plan(_second_lines(models, kind), found)
         if dry_run:
             return None
-        timing.ends("prepare")
         moved = method.move(job, own)
         if not len(moved.tau):
             raise TaskferryError(f"nothing of {settings.source_tuned} moved: {summary(moved.tau)}")
-        timing.ends("apply")
         # Cut first: the scale and the verdict are those of what is written.
         final, cut = in_form(settings, kind, moved.tau)
         apart = job.judging is not job.calibration
@@ -84,12 +84,9 @@ def transfer(
             written = refined.tau
         answers = None
         if curve.helps or refined is not None:
-            answers = _answers(models, job, factor * final, refined, timing)
-        seen = moved.tau if refined is None else replace(written, coverage=moved.tau.coverage)
-        spectrum = {} if isinstance(final.deltas, LazyDeltas) else before_and_after(models.tuned.tau, seen)
+            answers = _answers(models, job, factor * final, refined, reporter)
         moved_head = None if head is None else head.move(models.prepared.calibration, models.tuned.tau, written)
         adapter, ignored = with_head(models.tuned, moved_head)
-        timing.ends("record")
         record = make_record(
             command,
             settings,
@@ -106,7 +103,7 @@ def transfer(
                     doubts=_doubts(settings, models, source),
                 ),
                 final,
-                energy_moved(models.tuned.tau, final),
+                change_by_place(models.tuned.tau, final),
                 answers,
                 refined,
                 {**ignored, **cut.get("not_in_the_lora", {})},
@@ -123,8 +120,7 @@ def transfer(
                 **({} if drawn is None else {"generated": dict(drawn.how)}),
             },
             scale_curve=[point for point in shown.points if math.isfinite(point[1])],  # JSON has no other numbers
-            spectrum=spectrum,
-            work=timing.work(),
+            seconds=round(time.perf_counter() - started, 1),
             placement=models.pair.placement(),
             **cut,
             **({} if refined is None else {"refined": refined.record()}),
@@ -144,18 +140,18 @@ def transfer(
             record["verdict"]["sentence"] += HALVED
         questions = models.prepared.questions
         template = None if questions is None else questions.template
-        write_output(settings, kind, written, models.target, adapter, record, models.inputs, timing, drawn, template)
+        write_output(settings, kind, written, models.target, adapter, record, models.inputs, reporter, drawn, template)
         return Outcome(record, settings.out)
 
 
 def _answers(
-    models: Opened, job: Job, moved: TaskVector, refined: Refined | None, timing: Timing
+    models: Opened, job: Job, moved: TaskVector, refined: Refined | None, reporter: Reporter
 ) -> HeldOutAnswers | None:
     """Generate answers on samples that made neither the change nor what was learned after it."""
     numbers = [i for batch in job.judging.side(1) for i in batch.ids] if refined is None else refined.aside
     held_out = refined is not None or job.judging is not job.calibration
     learned = None if refined is None else refined.tau
-    return held_out_answers(models, numbers, moved, learned, held_out=held_out, progress=timing.step)
+    return held_out_answers(models, numbers, moved, learned, held_out=held_out, progress=reporter.step)
 
 
 def _source(settings: TransferSettings, models: Opened, reporter: Reporter) -> SourceLosses | None:
@@ -185,8 +181,7 @@ def _head(settings: TransferSettings, models: Opened, kind: str) -> TaskHead | N
 
 def _check_training(settings: TransferSettings, models: Opened, kind: str) -> None:
     """Refuses what could only fail after the whole move."""
-    cut = settings.rank is not None or settings.energy is not None
-    if find(settings.method).needs.dense and kind == "lora" and not cut:
+    if find(settings.method).needs.dense and kind == "lora" and settings.rank is None:
         raise TaskferryError(f"the method {settings.method} makes a dense change of a LoRA: write it with --as-model")
     refinement = settings.refinement
     if refinement is None:
@@ -252,44 +247,45 @@ def _made_from_samples(models: Opened) -> bool:
     return isinstance(head, Classifier) and head.fitted
 
 
-def _placed(models: Opened) -> str:
-    """Where both models lie, in which precision."""
-    source, target = (f"{each['dtype']} on {each['device']}" for each in models.pair.placement().values())
-    return source if source == target else f"{source} to {target}"
-
-
 def in_units(curve: ScaleCurve, job: Job) -> ScaleCurve:
     """Losses per token of a language model, per sample of all others, as `taskferry evaluate` has them."""
     units = job.pair.objectives[1].units(job.target, job.judging.side(1))
     return curve.times(job.judging.samples / max(1, units))
 
 
-def _plan_lines(settings: TransferSettings, models: Opened, kind: str) -> dict[str, str]:
-    tuned, prepared = models.tuned, models.prepared
-    lines = {
-        "from": f"{settings.source_tuned} on {settings.source_base}",
-        "to": settings.target_base,
-    }
+def _first_lines(settings: TransferSettings, given: TransferSettings) -> dict[str, str]:
+    """Say what will be done, as far as settings tell: models are not loaded yet."""
+    named = "" if given.source_base else f", the base that its {CONFIG} names"
+    lines = {"from": f"{settings.source_tuned} on {settings.source_base}{named}", "to": settings.target_base}
     if settings.source_base == settings.target_base:
         lines["note"] = "both bases are the same: what was tuned on one fits it as it is"
-    if not isinstance(tuned.tau.deltas, LazyDeltas):
-        form = "low-rank" if tuned.adapter is not None else "dense"
-        lines["change"] = f"{len(tuned.tau)} weight matrices, {form}, norm {tuned.tau.norm():.3g}"
-    samples = (
-        f"{prepared.calibration.samples} of {settings.calibration}, sampler {settings.sampler}, seed {settings.seed}"
-    )
-    if models.drawn is not None:
-        samples = models.drawn.told
-    return {
-        **lines,
-        "samples": samples,
-        **({} if models.drawn is not None else cut_line(prepared)),
-        "labels": prepared.labels,
-        "method": " ".join([settings.method, *(f"{k}={v}" for k, v in settings.method_settings.items())]),
-        **({"refine": f"{settings.refine} training steps towards the tuned source"} if settings.refine else {}),
-        "engine": ENGINES.get(models.pair.engine, models.pair.engine),
-        "devices": _placed(models),
-        "loss": f"{prepared.objectives[1].words}, {prepared.objectives[1].unit}",
-        "scale": "chosen on samples held out" if settings.scale == "auto" else f"{settings.scale:g}",
-        "output": f"{FORMS[kind]} in {settings.out}{dequantised(kind, models.target).replace(' The', ': the')}",
-    }
+    if not settings.generates:
+        lines["samples"] = f"up to {settings.samples} of {settings.calibration}, seed {settings.seed}"
+    words = [settings.method, *(f"{name}={value}" for name, value in settings.method_settings.items())]
+    if settings.refine:
+        words.append(f"and {settings.refine} training steps towards the tuned source")
+    lines["method"] = " ".join(words)
+    if settings.engine != "whole":
+        lines["engine"] = ENGINES[settings.engine]
+    adapter = settings.as_lora or is_adapter(Path(resolve(settings.source_tuned)))
+    kind = "task-vector" if settings.as_task_vector else "lora" if adapter and not settings.as_model else "model"
+    lines["output"] = f"{FORMS[kind]} in {settings.out}"
+    return lines
+
+
+def _second_lines(models: Opened, kind: str) -> dict[str, str]:
+    """Say what models and samples have shown."""
+    prepared = models.prepared
+    lines = sample_lines(models)
+    lines["loss"] = f"{prepared.objectives[1].words}, {prepared.objectives[1].unit}"
+    note = dequantised(kind, models.target).strip()
+    return {**lines, "note": note} if note else lines
+
+
+def _estimated(settings: TransferSettings, job: Job, method: Method) -> Estimate:
+    """Sizes and a rough time."""
+    passes = BACKWARD if method.needs.gradients else 1.0
+    training = settings.refine * STEP / job.calibration.samples
+    looks = (EVALUATIONS if settings.scale == "auto" else 2) * job.judging.samples / job.calibration.samples
+    target = passes + looks + BACKWARD * training
+    return estimate(job.pair, job.wanted, source_passes=passes, target_passes=target, maps=method.needs.maps)

@@ -9,9 +9,10 @@ from typing import Any
 from taskferry.collect.scale import ScaleCurve
 from taskferry.coverage import Coverage
 from taskferry.jobs.answers import HeldOutAnswers
+from taskferry.layers.family import split_path
 from taskferry.methods.registry import FEW
 from taskferry.models import by_reason
-from taskferry.taskvector import TaskVector
+from taskferry.taskvector import LazyDeltas, TaskVector
 from taskferry.training.refinement import Refined
 
 GENERATED = (
@@ -39,7 +40,7 @@ class Judged:
 def verdict(
     judged: Judged,
     moved: TaskVector,
-    energy: Mapping[str, Any] | None = None,
+    change: Mapping[str, Any] | None = None,
     answers: HeldOutAnswers | None = None,
     refined: Refined | None = None,
     ignored: Mapping[str, str] | None = None,
@@ -58,13 +59,13 @@ def verdict(
                 f"No scale of the move lowers the calibration loss ({before:.4g} {unit}): training began without it."
             )
     else:
-        change = "down" if after < before else "UP"
+        way = "down" if after < before else "UP"
         on = ", on samples that did not make the change" if judged.apart else ""
         sentence = (
             f"{_weights(moved)} moved at scale {curve.best:.3g}; "
-            f"the calibration loss went {change} from {before:.4g} to {after:.4g} {unit}{on}."
+            f"the calibration loss went {way} from {before:.4g} to {after:.4g} {unit}{on}."
         )
-        sentence += left_behind(energy)
+        sentence += left_behind(change)
     if answers is not None:
         sentence = f"{sentence} {answers.sentence}"
     if refined is not None:
@@ -77,14 +78,14 @@ def verdict(
     return {
         "sentence": sentence,
         "state": state,
-        "warnings": warnings(judged, energy, ignored or {}, refined) if curve.helps or trained else [],
+        "warnings": warnings(judged, change, ignored or {}, refined) if curve.helps or trained else [],
         "scale": curve.best,
         "loss_before": before,
         "loss_after": after,
         "loss_unit": unit,
         "answers": None if answers is None else answers.record(),
         **_counts(moved),
-        **({"energy": dict(energy)} if energy else {}),
+        **({"change": dict(change)} if change else {}),
         **({"generated_samples": True} if judged.generated else {}),
     }
 
@@ -104,15 +105,15 @@ def state_of(judged: Judged, answers: HeldOutAnswers | None, refined: Refined | 
 def applied(
     moved: TaskVector,
     scale: float,
-    energy: Mapping[str, Any] | None = None,
+    change: Mapping[str, Any] | None = None,
     ignored: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The verdict where no loss was measured."""
     sentence = f"{_weights(moved)} moved at scale {scale:g}; the loss was not measured."
-    told = {"energy": dict(energy)} if energy else {}
+    told = {"change": dict(change)} if change else {}
     return {
-        "sentence": sentence + left_behind(energy),
-        "warnings": _stayed(energy, ignored or {}),
+        "sentence": sentence + left_behind(change),
+        "warnings": _stayed(change, ignored or {}),
         "scale": scale,
         **_counts(moved),
         **told,
@@ -120,7 +121,7 @@ def applied(
 
 
 def warnings(
-    judged: Judged, energy: Mapping[str, Any] | None, ignored: Mapping[str, str], refined: Refined | None = None
+    judged: Judged, change: Mapping[str, Any] | None, ignored: Mapping[str, str], refined: Refined | None = None
 ) -> list[str]:
     """What nobody should overlook, each with what to do about it."""
     curve, found = judged.curve, list(judged.doubts)
@@ -139,13 +140,14 @@ def warnings(
             f"only {judged.samples} samples: the loss above says little about others; give about a hundred, and "
             "evaluate on samples that were not used here"
         )
-    return found + _stayed(energy, ignored)
+    return found + _stayed(change, ignored)
 
 
-def _stayed(energy: Mapping[str, Any] | None, ignored: Mapping[str, str]) -> list[str]:
+def _stayed(change: Mapping[str, Any] | None, ignored: Mapping[str, str]) -> list[str]:
+    stayed = (change or {}).get("stayed", {})
     found = []
-    if energy and 1.0 - energy["moved"] >= LARGE_SHARE:
-        share, where = 100 * (1.0 - energy["moved"]), next(iter(energy["stayed"]))
+    if sum(stayed.values()) >= LARGE_SHARE:
+        share, where = 100 * sum(stayed.values()), next(iter(stayed))
         found.append(f"{share:.0f} % of the change (‖τ‖²) has no place in the target, most of it in {where}")
     return found + by_reason(ignored)
 
@@ -171,9 +173,29 @@ def weights_moved(coverage: Coverage | None) -> float | None:
     return coverage.share()
 
 
-def left_behind(energy: Mapping[str, Any] | None) -> str:
+def left_behind(change: Mapping[str, Any] | None) -> str:
     """A sentence where a share of the change that can be seen found no place; a count of parameters would hide it."""
-    share = 1.0 - energy["moved"] if energy else 0.0
-    if energy is None or share < LEAST_SHARE:
+    stayed = (change or {}).get("stayed", {})
+    if sum(stayed.values()) < LEAST_SHARE:
         return ""
-    return f" {100 * share:.0f} % of the change (‖τ‖²) stayed behind, most of it in {next(iter(energy['stayed']))}."
+    share = 100 * sum(stayed.values())
+    return f" {share:.0f} % of the change (‖τ‖²) stayed behind, most of it in {next(iter(stayed))}."
+
+
+def change_by_place(tau: TaskVector, moved: TaskVector) -> dict[str, dict[str, float]]:
+    """Shares of ‖τ‖² that had a place in the target and that had none, by where they stand in the source's blocks.
+
+    Nothing is said of changes on disk, which would be read once more.
+    """
+    rows = () if moved.coverage is None else moved.coverage.rows
+    taken = {name for row in rows if row.status != "kept" for name in row.sources}
+    total = 0.0 if isinstance(tau.deltas, LazyDeltas) or not taken else tau.norm() ** 2
+    if not total:
+        return {}
+    shares: dict[str, dict[str, float]] = {"moved": {}, "stayed": {}}
+    for name, delta in tau.deltas.items():
+        found = shares["moved" if name in taken else "stayed"]
+        role = split_path(name)[2] or name
+        place = ".".join(part for part in role.removesuffix(".weight").split(".") if not part.isdigit())
+        found[place] = found.get(place, 0.0) + TaskVector({name: delta}).norm() ** 2 / total
+    return {kind: dict(sorted(found.items(), key=lambda item: -item[1])) for kind, found in shares.items()}

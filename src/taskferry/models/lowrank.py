@@ -11,19 +11,10 @@ from taskferry.errors import TaskferryError
 from taskferry.taskvector import Delta, LowRank, TaskVector
 
 
-def compress(
-    tau: TaskVector, *, rank: int | None = None, energy: float | None = None
-) -> tuple[TaskVector, dict[str, float], dict[str, str]]:
-    """(low-rank τ, relative error of every matrix, what a LoRA cannot hold and why).
-
-    `rank` keeps that many directions; `energy` keeps the fewest that hold this share of the squared norm.
-    """
-    if (rank is None) == (energy is None):
-        raise TaskferryError("a LoRA needs either a rank (--rank 32) or a share of the energy (--energy 0.95)")
-    if rank is not None and rank < 1:
+def compress(tau: TaskVector, rank: int) -> tuple[TaskVector, dict[str, float], dict[str, str]]:
+    """(τ of that rank, relative error of every matrix, what a LoRA cannot hold and why)."""
+    if rank < 1:
         raise TaskferryError(f"a LoRA of rank {rank} holds nothing: give a rank of at least 1")
-    if energy is not None and not 0 < energy <= 1:
-        raise TaskferryError(f"an energy of {energy} is no share: give a number above 0 and up to 1")
     deltas: dict[str, Delta] = {}
     errors: dict[str, float] = {}
     lost: dict[str, str] = {}
@@ -34,7 +25,7 @@ def compress(
         elif delta.ndim not in (2, 3):  # 3: experts stacked in one parameter
             lost[name] = "a LoRA holds matrices only"
         else:
-            deltas[name], errors[name] = _cut(delta, rank, energy, generator)
+            deltas[name], errors[name] = _cut(delta, rank, generator)
     coverage = None if tau.coverage is None else tau.coverage.without(lost)
     return TaskVector(deltas, coverage), errors, lost
 
@@ -46,13 +37,10 @@ def fresh(weight: Tensor, rank: int, generator: torch.Generator) -> LowRank:
     return LowRank(torch.zeros(*experts, out, rank), A.to(torch.float32))
 
 
-def _cut(delta: Tensor, rank: int | None, energy: float | None, generator: torch.Generator) -> tuple[LowRank, float]:
+def _cut(delta: Tensor, rank: int, generator: torch.Generator) -> tuple[LowRank, float]:
     U, sigma, Vh = torch.linalg.svd(delta, full_matrices=False)
     power = sigma.double().square()
     total = float(power.sum())
-    if rank is None:
-        share = torch.where(power.sum(-1, keepdim=True) > 0, power.cumsum(-1) / power.sum(-1, keepdim=True), 1.0)
-        rank = int((share < (energy or 1.0) - 1e-12).sum(-1).max()) + 1  # of experts the largest that one needs
     kept = min(rank, sigma.shape[-1])
     root = sigma[..., :kept].sqrt()
     error = (max(0.0, float(power[..., kept:].sum())) / total) ** 0.5 if total else 0.0

@@ -45,10 +45,9 @@ def transfer_report(record: Record, name: str) -> Report:
     sections = [
         Section("In short", [*_warnings(record), Tiles(_tiles(record))]),
         *_answers(verdict.get("answers")),
-        coverage_section(record["coverage"], verdict.get("energy", {})),
+        coverage_section(record["coverage"], verdict.get("change", {})),
         *_maps(record.get("sites", [])),
         *_curves(record),
-        *_work(record.get("work")),
         Section("Where it comes from", [Facts(_provenance(record)), *_hashes(record.get("inputs", {}))]),
         Section("To repeat it", [Code(str(record["command"]))]),
     ]
@@ -97,19 +96,15 @@ def _tiles(record: Record) -> list[tuple[str, Cell, str]]:
         before, after = (answers[name]["right"] for name in ("before", "refined" if "refined" in answers else "moved"))
         own = f", source {answers['source']['right']:.0f} %" if "source" in answers else ""
         tiles.append(("Right answers", Number(after, f"{after:.0f} %"), f"{before:.0f} % before{own}"))
-    if expected := verdict.get("expected_share"):
-        ends = " to ".join(f"{100 * expected[end]:.0f}" for end in ("low", "high"))
-        tiles.append(("Expected share of the gain", Number(expected["share"], f"{100 * expected['share']:.0f} %"),
-                      f"{ends} % in four of five such moves"))  # fmt: skip
     how = "chosen on the samples" if record["settings"].get("scale") == "auto" else "as given"
     tiles.append(("Scale", number(verdict["scale"], 3), how))
     tiles.append(("Weight tensors moved", Number(moved, str(moved)), f"of {len(rows)} in the target"))
     numbers = [(_size(row["shape"]), row["status"] != "kept") for row in rows]
     share = sum(n for n, took in numbers if took) / max(1, sum(n for n, _ in numbers))
     tiles.append(("Weights moved", Number(share, f"{100 * share:.1f} %"), "of all in the target"))
-    energy = verdict.get("energy", {})
-    if energy:
-        tiles.append(("Change moved", Number(energy["moved"], f"{100 * energy['moved']:.1f} %"), "of its energy, ‖τ‖²"))
+    if change := verdict.get("change"):
+        share = sum(change["moved"].values())
+        tiles.append(("Change moved", Number(share, f"{100 * share:.1f} %"), "of its squared norm, ‖τ‖²"))
     samples = len(record.get("calibration", {}).get("indices") or ())
     if samples:
         tiles.append(("Samples", Number(samples, str(samples)), str(record["calibration"].get("labels", ""))))
@@ -123,7 +118,7 @@ def _size(shape: Sequence[int]) -> int:
     return total
 
 
-def coverage_section(coverage: Record, energy: Record | None = None) -> Section:
+def coverage_section(coverage: Record, change: Record) -> Section:
     """A map of the target, what stands outside of its blocks, and why what stayed has stayed."""
     rows = coverage["rows"]
     status = {row["parameter"]: row["status"] for row in rows}
@@ -152,7 +147,7 @@ def coverage_section(coverage: Record, energy: Record | None = None) -> Section:
     if notes:
         chosen: list[list[Cell]] = [[note, Number(n, str(n))] for note, n in notes.most_common()]
         tables.append(Table("Moved from a block at another depth, or of another kind", ["how", "parameters"], chosen))
-    stayed = (energy or {}).get("stayed", {}).items()
+    stayed = change.get("stayed", {}).items()
     shares: list[list[Cell]] = [[where, Number(share, f"{100 * share:.1f} %")] for where, share in stayed]
     if shares:
         tables.append(Table("Where the change that stayed behind sits in the source", ["part", "of ‖τ‖²"], shares))
@@ -242,9 +237,6 @@ def _curves(record: Record) -> list[Section]:
         figure = _similarity_figure(record["sites"])
         if figure is not None:
             found.append(figure)
-    spectrum = record.get("spectrum")
-    if spectrum:
-        found.append(_spectrum_figure(spectrum, bool(record.get("refined"))))
     return [Section("Curves", [Row(found)])] if found else []
 
 
@@ -309,44 +301,6 @@ def _similarity_figure(sites: Sequence[Record]) -> Figure | None:
         f"Similarity by block: {ends}.",
         Table("Similarity by block", header, padded),
     )
-
-
-def _spectrum_figure(spectrum: Record, refined: bool) -> Figure:
-    # What lies so far below the first value is rounding, and would flatten all that is not.
-    before, after = (
-        [float(v) for v in spectrum[key] if float(v) > 1e-4 * float(spectrum[key][0])] for key in ("before", "after")
-    )
-    written = "moved and trained" if refined else "moved, at scale 1"
-    curves = [
-        figures.Line("in the source", range(1, len(before) + 1), before),
-        figures.Line(written, range(1, len(after) + 1), after),
-    ]
-    draw = partial(figures.lines, curves, x="singular value", y="size", logarithmic="y")
-    longest = max(len(before), len(after))
-    rows: list[list[Cell]] = [
-        [Number(i + 1, str(i + 1)), *(number(v[i], 3) if i < len(v) else None for v in (before, after))]
-        for i in range(longest)
-    ]
-    return Figure(
-        draw,
-        "The spectrum of the task vector before and after: the leading singular values, averaged over its matrices. "
-        "Where the second curve lies below the first, the maps have cut directions away.",
-        f"The largest singular value is {before[0]:.3g} in the source and {after[0]:.3g} moved.",
-        Table("Leading singular values", ["", "in the source", "moved"], rows, 0),
-    )
-
-
-def _work(work: Record | None) -> list[Section]:
-    if not work:
-        return []
-    total = sum(float(t) for t in work["seconds"].values())
-    rows: list[list[Cell]] = [[stage, number(t, 3)] for stage, t in work["seconds"].items()]
-    rows.append(["in all", number(total, 3)])
-    parts: list[Part] = [Table("Seconds of each stage", ["stage", "seconds"], rows, strong=frozenset({len(rows) - 1}))]
-    if work.get("peak_bytes"):
-        peak = float(work["peak_bytes"])
-        parts.append(Facts({"memory at the peak": Number(peak, f"{peak / 2**30:.2f} GiB")}))
-    return [Section("Time and memory", parts)]
 
 
 def _provenance(record: Record) -> dict[str, Cell]:
