@@ -11,9 +11,9 @@ information F of the model's outputs pulled back to y. The plain sum ignores the
     Â  = A + ρ mean diag A = L_A L_Aᵀ,   Ŝ = S + ρ mean diag S = L_S L_Sᵀ
     ΔW = −Ŝ⁻¹ (gᵀx) Â⁻¹ = L_S⁻ᵀ K L_A⁻¹,   K = −L_S⁻¹ (gᵀx) L_A⁻ᵀ
 
-The length of ΔW in its own metric is ‖L_Sᵀ ΔW L_A‖ = ‖K‖, so the best change of rank r has the r largest singular values
-of K. Rows fewer than directions span few of them: all is then done in an orthonormal basis of that span, and neither a
-d × d matrix nor ΔW is formed. Pure functions of tensors; decompositions in float64.
+The length of ΔW in its own metric is ‖L_Sᵀ ΔW L_A‖ = ‖K‖, so the best change of rank r has the r largest singular
+values of K. Rows fewer than directions span few of them: all is then done in an orthonormal basis of that span, and
+neither a d × d matrix nor ΔW is formed. Pure functions of tensors; decompositions in float64.
 """
 
 from __future__ import annotations

@@ -77,13 +77,14 @@ def natural(
         losses.append(after)
     if job.pair.work.progress is not None:
         job.pair.work.progress("natural", steps, steps)
-    curve = ScaleCurve(((0.0, losses[0]), (1.0, losses[-1])), float(losses[-1] < losses[0]))
+    before, after = job.losses(change, [0.0, 1.0])  # in the words of the samples, as every method is shown
+    curve = ScaleCurve(((0.0, before), (1.0, after)), float(losses[-1] < losses[0]))
     coverage = Coverage.of(dict(job.target.named_parameters()), change.deltas, NOT_LEARNED)
     return Moved(TaskVector(change.deltas, coverage), curve=curve, notes={"losses after steps": losses})
 
 
 def learning_sites(sites: Sequence[Site], layers: Layers, depth: float) -> list[Site]:
-    """The layers that learn, packed ones as whole matrices; experts of mixtures, of which each sees few tokens, stay."""
+    """The layers that learn, packed ones as whole matrices; experts of mixtures, which see few tokens each, stay."""
     found, blocks = {}, depths(list(sites))
     for site in sites:
         if site.block is None or site.expert is not None or site.fixed is not None:
@@ -92,7 +93,9 @@ def learning_sites(sites: Sequence[Site], layers: Layers, depth: float) -> list[
         if late and re.fullmatch(ROLES[layers], site.role):
             found[site.weight] = replace(site, name=site.weight, bias=None, rows=None)
     if not found:
-        raise CannotMove("no layer of the target writes to a residual stream as far as its names tell: --set layers=all")
+        raise CannotMove(
+            "no layer of the target writes to a residual stream as far as its names tell: --set layers=all"
+        )
     return list(found.values())
 
 
