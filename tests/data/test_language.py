@@ -18,7 +18,6 @@ from taskferry.data.language import (
     sequence_calibration,
     with_template,
 )
-from taskferry.data.vocabulary import translation
 from tests.helpers.texts import train
 
 ByteLevel = pytest.importorskip("tokenizers.processors").ByteLevel
@@ -164,5 +163,3 @@ def test_a_borrowed_template_ends_turns_by_the_borrower_s_end() -> None:
     assert ended(A, chat, B)[1][-1] == B.eos_token_id
     calibration = language_calibration(chat, A, B, ends=True)
     assert calibration.ends == (A.eos_token_id, B.eos_token_id)
-    table = translation(calibration.tokenizers, calibration.ends)
-    assert int(table[A.eos_token_id]) == B.eos_token_id

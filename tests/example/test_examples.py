@@ -81,17 +81,6 @@ def test_adapters_for_a_server(demo: Path) -> None:
     assert "foreign has modules" in script("serve.py", "served", cwd=demo, code=1).stderr
 
 
-@pytest.mark.every
-def test_a_trajectory(demo: Path) -> None:
-    pytest.importorskip("accelerate")
-    told = script("trajectory.py", "base-a", "data.jsonl", "--steps", 20, "--out", "run", cwd=demo).stdout
-    measurements = json.loads((demo / "run" / "trajectory.json").read_text())["measurements"]
-    assert [measurement["step"] for measurement in measurements] == [10, 20]
-    assert 0 < measurements[0]["norm"] < measurements[1]["norm"]
-    assert 0.5 < measurements[0]["cosine"] < 1
-    assert f"norm {measurements[1]['norm']:.3f}" in told
-
-
 def test_merging_with_mergekit(tmp_path: Path) -> None:
     """A task-arithmetic merge of two moved fine-tunes is the sum of their moved task vectors."""
     pytest.importorskip("mergekit", reason="mergekit is not installed: pip install mergekit==0.1.5")

@@ -19,8 +19,8 @@ from typing import Any
 
 IMPORTS = (
     "taskferry.cli.app", "taskferry.cli.screen", "taskferry.jobs.transfer", "taskferry.jobs.apply",
-    "taskferry.jobs.fit", "taskferry.evaluation.command", "taskferry.report.command", "taskferry.bench.running",
-    "taskferry.bench.comparing", "torch", "transformers", "peft", "datasets", "pyarrow.parquet", "pandas",
+    "taskferry.jobs.fit", "taskferry.evaluation.command", "taskferry.report.command",
+    "torch", "transformers", "peft", "datasets", "pyarrow.parquet", "pandas",
     "safetensors.torch", "transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama",
     "transformers.models.auto.tokenization_auto", "matplotlib.figure",
 )  # fmt: skip

@@ -15,9 +15,9 @@ from taskferry.data.data import Samples
 from taskferry.engines.whole import WholePair
 from taskferry.objectives.heads import order_of, own_head
 from taskferry.objectives.preparation import Prepared, prepare
+from taskferry.objectives.teacher import lesson_of
 from taskferry.settings import CalibrationSettings
 from taskferry.taskvector import TaskVector
-from taskferry.training.lessons import lesson_of
 from tests.helpers import folders
 from tests.helpers.command import taskferry
 from tests.helpers.texts import TEXTS
@@ -102,7 +102,7 @@ def test_losses_and_lessons_of_a_turned_head_are_those_of_the_head(world: Path, 
         batches = found.calibration.side(1)
         loss = found.objectives[1].bind(pair.target, batches)
         losses.append(sum(float(loss(batch).detach()) for batch in batches))
-        lesson = lesson_of(pair, tau)
+        lesson = lesson_of((pair.source, pair.target), tau, pair.calibration, pair.objectives)
         taught.append(float(lesson.loss(lesson.batch(range(12))).detach()))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert taught[0] == pytest.approx(taught[1], rel=1e-5)
@@ -261,7 +261,7 @@ def test_classes_that_the_data_lacks_meet_by_name_as_well(world: Path, tmp_path:
     for data in ("two.jsonl", "plain.jsonl"):
         for target in ("straight", "turned"):
             _, pair, tau = prepared(tmp_path, target, data)
-            lesson = lesson_of(pair, tau)
+            lesson = lesson_of((pair.source, pair.target), tau, pair.calibration, pair.objectives)
             found.append(float(lesson.loss(lesson.batch(range(12))).detach()))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     assert found[2] == pytest.approx(found[3], rel=1e-5)
@@ -270,7 +270,7 @@ def test_classes_that_the_data_lacks_meet_by_name_as_well(world: Path, tmp_path:
     beside(folders.save(other, tmp_path / "fox"), world / "bert")
     _, pair, tau = prepared(tmp_path, "fox", "two.jsonl")
     with pytest.raises(TaskferryError, match="it cannot teach them"):
-        lesson_of(pair, tau)
+        lesson_of((pair.source, pair.target), tau, pair.calibration, pair.objectives)
 
 
 def test_a_teacher_is_not_asked_for_the_labels_of_the_data(world: Path, tmp_path: Path) -> None:

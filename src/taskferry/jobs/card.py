@@ -18,12 +18,7 @@ def _method(record: Mapping[str, Any]) -> str:
     refined = record.get("refined", {})
     if not refined.get("kept"):
         return f"{name}; {known.card}"
-    share = refined.get("labels", 0.0)
-    taught = {0.0: "without labels", 1.0: "by the labels of the data alone"}.get(
-        share, f"with {share:.0%} of the loss by the labels of the data"
-    )
-    where = "" if share == 1.0 else " towards the tuned source,"
-    trained = f"then trained for {refined['kept']} steps{where} {taught}"
+    trained = f"then trained for {refined['kept']} steps towards the tuned source, without labels"
     moved = known.card.removeprefix("nothing was trained").removeprefix(": ")
     return "; ".join(filter(None, (name, moved, trained)))
 

@@ -20,7 +20,6 @@ from taskferry.settings import (
 
 if TYPE_CHECKING:  # imported on use: `--help` shows these settings and needs no torch
     from taskferry.methods import Method
-    from taskferry.training.refinement import Refinement
 
 DEFAULT_METHOD = "bico"
 _PAIR = ("source_base", "source_tuned", "target_base", "calibration")
@@ -94,23 +93,13 @@ class RefineSettings(MethodSettings):
     refine_rate: float | None = Field(
         None, gt=0, description="learning rate of --refine; by the width of the layers unless given"
     )
-    refine_labels: float = Field(
-        0.0, ge=0, le=1, description="share of the loss of --refine that the data's own labels or completions get"
-    )
 
-    @property
-    def refinement(self) -> Refinement | None:
-        """How what was moved is refined, where that is asked for."""
-        given = {"learning_rate": self.refine_rate, "labels": self.refine_labels}
-        if not self.refine:
-            asked = [name for name in ("refine_rate", "refine_labels") if getattr(self, name)]
-            if asked:
-                raise TaskferryError(f"{asked[0]} is of a refinement: give --refine STEPS beside it, or leave it out")
-            return None
-        self.trains("a refinement")
-        from taskferry.training.refinement import Refinement
-
-        return Refinement(steps=self.refine, seed=self.seed, **given)
+    def check_refine(self) -> None:
+        """Refuse settings of a refinement that cannot be."""
+        if self.refine:
+            self.trains("a refinement")
+        elif self.refine_rate is not None:
+            raise TaskferryError("refine_rate is of a refinement: give --refine STEPS beside it, or leave it out")
 
 
 def _same(given: Any, fixed: Any) -> bool:

@@ -30,10 +30,9 @@ from taskferry.models.models import resolve
 from taskferry.objectives.generation import HALF
 from taskferry.objectives.objectives import Classifier
 from taskferry.objectives.task_head import MovedHead, TaskHead
-from taskferry.objectives.teacher import check_whole
+from taskferry.objectives.teacher import Likeness, check_whole, kind_of, lesson_of
 from taskferry.taskvector import TaskVector
-from taskferry.training.lessons import Likeness, kind_of
-from taskferry.training.refinement import STAGE, Refined, least_of, refine
+from taskferry.training.refine import Refined, refine
 
 ENGINES = {"whole": "both models in memory", "blockwise": "one block at a time", "ranks": "several processes"}
 WORSE = " Fewer answers are right than before: nothing was written (--force writes it anyway)."
@@ -46,7 +45,8 @@ def transfer(
 ) -> Outcome | None:
     """Fit, move, choose the scale, write, load again and check. None for a dry run."""
     settings, given = with_base(settings), settings
-    (method, own), refinement = settings.chosen(), settings.refinement
+    method, own = settings.chosen()
+    settings.check_refine()
     method.refuse(settings.engine_name)
     check_free(settings.out)
     reporter, started = reporter or Reporter(), time.perf_counter()
@@ -77,11 +77,9 @@ def transfer(
             factor = 0.0
         shown = in_units(curve, job)
         written, refined = factor * final, None
-        if refinement is not None:
-            resume = job.pair.work.resume
-            folder = None if resume is None else resume / STAGE  # beside the output until that is written
-            refined = refine(job.pair, job.tau, written, refinement, held_out=job.held_out, folder=folder)
-            written = refined.tau
+        if settings.refine:
+            refined = _refine(settings, job, written)
+            written = refined.change
         answers = None
         if curve.helps or refined is not None:
             answers = _answers(models, job, factor * final, refined, reporter)
@@ -148,10 +146,26 @@ def _answers(
     models: Opened, job: Job, moved: TaskVector, refined: Refined | None, reporter: Reporter
 ) -> HeldOutAnswers | None:
     """Generate answers on samples that made neither the change nor what was learned after it."""
-    numbers = [i for batch in job.judging.side(1) for i in batch.ids] if refined is None else refined.aside
-    held_out = refined is not None or job.judging is not job.calibration
-    learned = None if refined is None else refined.tau
+    numbers = [i for batch in job.judging.side(1) for i in batch.ids]
+    held_out = job.judging is not job.calibration
+    learned = None if refined is None else refined.change
     return held_out_answers(models, numbers, moved, learned, held_out=held_out, progress=reporter.step)
+
+
+def _refine(settings: TransferSettings, job: Job, start: TaskVector) -> Refined:
+    """Train the moved change towards what the tuned source answers."""
+    models, progress = (job.source, job.target), job.pair.work.progress
+    fit, held_out = (lesson_of(models, job.tau, part, job.pair.objectives) for part in (job.calibration, job.judging))
+    return refine(
+        job.target,
+        start,
+        fit,
+        held_out,
+        settings.refine,
+        learning_rate=settings.refine_rate,
+        seed=settings.seed,
+        progress=None if progress is None else lambda done, steps: progress("refine", done, steps),
+    )
 
 
 def _source(settings: TransferSettings, models: Opened, reporter: Reporter) -> SourceLosses | None:
@@ -183,20 +197,11 @@ def _check_training(settings: TransferSettings, models: Opened, kind: str) -> No
     """Refuses what could only fail after the whole move."""
     if find(settings.method).needs.dense and kind == "lora" and settings.rank is None:
         raise TaskferryError(f"the method {settings.method} makes a dense change of a LoRA: write it with --as-model")
-    refinement = settings.refinement
-    if refinement is None:
-        return
-    lesson = kind_of(models.pair.objectives, refinement.labels)
-    least_of(models.pair, refinement)
-    if refinement.labels and (models.prepared.taught or models.drawn is not None):
-        raise TaskferryError(
-            f"--refine-labels: the labels here are the tuned source's own ({models.prepared.labels}): give data with "
-            "labels, or leave it out"
-        )
-    if refinement.labels < 1:  # features need no head
-        check_whole(models.tuned, "leave --refine out", heads=lesson is not Likeness)
-    if kind == "lora":
-        peft_for("refine a LoRA")
+    if settings.refine:
+        lesson = kind_of(models.pair.objectives)
+        check_whole(models.tuned, "leave --refine out", heads=lesson is not Likeness)  # features need no head
+        if kind == "lora":
+            peft_for("refine a LoRA")
 
 
 def with_head(tuned: Tuned, head: MovedHead | None) -> tuple[Adapter | None, Mapping[str, str]]:

@@ -13,7 +13,7 @@ from taskferry.layers.family import split_path
 from taskferry.methods.registry import FEW
 from taskferry.models import by_reason
 from taskferry.taskvector import LazyDeltas, TaskVector
-from taskferry.training.refinement import Refined
+from taskferry.training.refine import Refined
 
 GENERATED = (
     "All of this is on samples that the tuned source wrote, which is no evidence on real ones: evaluate it on those."
@@ -127,7 +127,7 @@ def warnings(
     curve, found = judged.curve, list(judged.doubts)
     if refined is not None and refined.kept and not refined.better:
         found.append(
-            "on the samples kept aside the refined target is no better than the untouched one: evaluate it before you "
+            "on the held-out samples the refined target is no better than the untouched one: evaluate it before you "
             "use it"
         )
     if curve.helps and not curve.loss(curve.best) < curve.loss(0.0):

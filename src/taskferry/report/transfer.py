@@ -255,19 +255,19 @@ def _scale_figure(points: Sequence[tuple[float, float]], chosen: float, unit: st
 
 
 def _refinement_figure(refined: Record) -> Figure:
-    evaluations = [(int(step), _float(loss)) for step, loss in refined["evaluations"]]
+    evaluations = [(int(step), _float(loss)) for step, loss in refined["losses"]]
     steps, losses = [step for step, _ in evaluations], [loss for _, loss in evaluations]
-    curve = figures.Line("samples kept aside", steps, losses, marked=steps.index(int(refined["kept"])))
+    curve = figures.Line("held-out samples", steps, losses, marked=steps.index(int(refined["kept"])))
     draw = partial(
         figures.lines, [curve], x="training step", y=f"loss {refined['unit']}", level=(losses[0], "as it was moved")
     )
     rows: list[list[Cell]] = [[Number(step, str(step)), number(loss)] for step, loss in evaluations]
     return Figure(
         draw,
-        f"Refinement: the loss to the tuned source on {refined['held_out']} samples kept aside; the ring is the step "
+        f"Refinement: the loss to the tuned source on {refined['held_out']} held-out samples; the ring is the step "
         "that was taken.",
         str(refined["sentence"]),
-        Table("Loss on the samples kept aside", ["step", "loss"], rows, 0),
+        Table("Loss on the held-out samples", ["step", "loss"], rows, 0),
     )
 
 
