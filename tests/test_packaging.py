@@ -22,7 +22,7 @@ from tests.helpers.pages import ROOT
 HOME = "https://github.com/taskferry/taskferry"
 SOURCE = ROOT / "src" / "taskferry"
 NOT_SHIPPED = {"example/files/losses.json"}  # notes of the script that made the example
-DATA = re.compile(r"py\.typed|bench/recipes/\w+/[\w-]+\.yaml|example/files/.+\.(json|jsonl|safetensors)")
+DATA = re.compile(r"py\.typed|example/files/.+\.(json|jsonl|safetensors)")
 
 
 def run(*words: str | Path, **environment: str) -> str:

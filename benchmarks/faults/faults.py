@@ -5,18 +5,14 @@
 One table: fault, tries, survived, lost. Survived means: the run ended well, or was refused with a reason, or died and
 the next run ended with the bytes of an uninterrupted one; nothing half-written, nothing left over, nothing done outside
 of the output folder. Everything else is lost, is printed, and makes the exit code 1. The table goes into
-docs/reliability.md with `python benchmarks/shared/results.py`.
+docs/reliability.md with `python benchmarks/shared/pages.py`.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,9 +27,9 @@ from benchmarks.faults import fuzzing, jobs
 from benchmarks.faults.jobs import World
 from benchmarks.shared import common
 
-KILLS = {"fit": 60, "apply": 35, "transfer": 45, "blockwise": 25, "finetune": 30, "fleet": 5}
-FEW_KILLS = {"fit": 3, "apply": 3, "transfer": 3, "blockwise": 1, "finetune": 2}
-NAMES = {"blockwise": "transfer block by block", "finetune": "fine-tune"}
+KILLS = {"fit": 60, "apply": 35, "transfer": 45, "blockwise": 25}
+FEW_KILLS = {"fit": 3, "apply": 3, "transfer": 3, "blockwise": 1}
+NAMES = {"blockwise": "transfer block by block"}
 INPUTS, FEW_INPUTS = 500_000, 20_000
 FLAT = 0.05  # how much more memory the last of many applies may have than the first
 
@@ -101,10 +97,9 @@ class Faults:
 
     def _again(self, name: str, folder: Path, wanted: str, what: str) -> str | None:
         """What is wrong after a run that was stopped and one that was not; None where nothing is."""
-        whole = name not in ("fleet", "finetune")  # those two fill their folder as they go
-        if whole and (folder / "out").exists() and jobs.digest(folder / "out") != wanted:
+        if (folder / "out").exists() and jobs.digest(folder / "out") != wanted:
             return f"{what}: half an output"
-        there = whole and (folder / "out").exists()  # killed after the last step: the next run refuses, and cleans up
+        there = (folder / "out").exists()  # killed after the last step: the next run refuses, and cleans up
         code = jobs.run(self.world.job(name), folder)
         if code != (2 if there else 0):
             return f"{what}: the next run ends with {code}: {Path(f'{folder}.log').read_text()[-1500:]}"
@@ -147,7 +142,7 @@ class Faults:
             return f"{what}: exit code {code}: {said}"
         if code == 0 and jobs.digest(folder / "out") != wanted:
             return f"{what}: ended well with other bytes"
-        if code == 2 and (folder / "out").exists() and name != "finetune":
+        if code == 2 and (folder / "out").exists():
             return f"{what}: refused, and half an output: {said}"
         left = [p for p in jobs.stray(folder) if not p.endswith(".groups")]  # kept to go on from
         return f"{what}: left over {left}" if left else None
@@ -262,30 +257,13 @@ class Faults:
             yield row
 
 
-def guided(runs: int) -> Iterator[Row]:
-    """Mutants that new lines of a reader are reached with; each reader in a process of its own."""
-    row = Row("adapters, indexes and alignments, mutated by coverage (atheris)")
-    if importlib.util.find_spec("atheris") is None:
-        row.note = "not run: atheris is not installed"
-        yield row
-        return
-    for reader in fuzzing.BY_COVERAGE:
-        words = [sys.executable, fuzzing.__file__, reader, str(runs // 3), "--guided"]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        row.tries += runs // 3
-        if done.returncode:
-            row.lost.append(f"{reader}: {(done.stdout + done.stderr)[-3000:]}")
-        row.survived += runs // 3 - bool(done.returncode)
-    yield row
-
-
 def all_rows(faults: Faults, only: str | None) -> Iterator[Row]:
     quick = faults.quick
     parts: dict[str, Callable[[], Iterator[Row]]] = {
-        "kill": lambda: (faults.killed(n, k) for n, k in (FEW_KILLS if quick else KILLS).items() if n != "fleet"),
+        "kill": lambda: (faults.killed(n, k) for n, k in (FEW_KILLS if quick else KILLS).items()),
         "disk": lambda: (faults.full_disk(n, 2 if quick else 12) for n in ("fit", "apply", "transfer", "blockwise")),
         "write": lambda: (
-            faults.failing_write(n, 4 if quick else 1000) for n in ("fit", "apply", "transfer", "blockwise", "finetune")
+            faults.failing_write(n, 4 if quick else 1000) for n in ("fit", "apply", "transfer", "blockwise")
         ),
         "read": lambda: (faults.read_errors(2 if quick else 12) for _ in range(1)),
         "change": lambda: (faults.changing(2 if quick else 12) for _ in range(1)),
@@ -293,15 +271,10 @@ def all_rows(faults: Faults, only: str | None) -> Iterator[Row]:
             run(n) for run, n in ((faults.many, 200 if quick else 1000), (faults.at_once, 4 if quick else 10))
         ),
         "fuzz": lambda: faults.fuzzed(FEW_INPUTS if quick else INPUTS),
-        "guided": lambda: guided(15_000 if quick else 300_000),
     }
     for name, part in parts.items():
         if only in (None, name):
             yield from timed(part())
-    if only == "fleet" or (only is None and not quick):
-        with jobs.cluster(faults.work) as address:
-            faults.world.address = address
-            yield from timed(faults.killed("fleet", KILLS["fleet"]) for _ in range(1))
 
 
 def timed(rows: Iterator[Row]) -> Iterator[Row]:
@@ -313,17 +286,9 @@ def timed(rows: Iterator[Row]) -> Iterator[Row]:
         started = time.time()
 
 
-def merged(before: list[dict[str, Any]], now: list[Row]) -> list[Row]:
-    """The rows of an earlier run with those of this one in their place, or after them."""
-    rows = {row["fault"]: Row(**row) for row in before} | {row.fault: row for row in now}
-    return list(rows.values())
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small version for CI")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--only", help="one part: kill, disk, write, read, change, load, fuzz, guided, fleet")
+    parser = common.parser(__doc__)
+    parser.add_argument("--only", help="one part: kill, disk, write, read, change, load, fuzz")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     started = time.time()
@@ -333,13 +298,11 @@ def main() -> None:
         (root / "world").mkdir()
         (root / "work").mkdir()
         faults = Faults(World(root / "world"), root / "work", options.seed, options.quick)
-        if options.only not in ("fuzz", "guided"):
+        if options.only != "fuzz":
             jobs.warm()
             if jobs.run(faults.world.build, root / "build"):
                 raise RuntimeError((root / "build.log").read_text())
         rows = list(all_rows(faults, options.only))
-    if options.only and options.json and options.json.exists():
-        rows = merged(json.loads(options.json.read_text())["rows"], rows)
     header = ["fault", "tries", "survived", "lost", ""]
     lines = [[row.fault, f"{row.tries:,}", f"{row.survived:,}", str(len(row.lost)), row.note] for row in rows]
     total = [sum(r.tries for r in rows), sum(r.survived for r in rows), sum(len(r.lost) for r in rows)]

@@ -24,18 +24,16 @@ from typing import Any
 
 import torch
 
-from taskferry import load_model, load_samples
 from taskferry.errors import TaskferryError
 from taskferry.jobs.apply import apply_alignment
 from taskferry.jobs.fit import fit_alignment
 from taskferry.jobs.record import Reporter
 from taskferry.jobs.settings import FitSettings, TransferSettings
 from taskferry.jobs.transfer import transfer
-from taskferry.settings import ApplySettings, FleetSettings, Move
+from taskferry.settings import ApplySettings
 from tests.helpers import folders
 
 Hook = Callable[[str, tuple[Any, ...]], None]
-OF_A_FLEET = ("summary.json", "summary.html")  # and what lies in its folder of manifests
 _WRITES = ("open", "os.mkdir", "os.rename", "faults.write")
 _hooks: list[Hook] = []
 sys.addaudithook(lambda event, given: [hook(event, given) for hook in _hooks] and None)
@@ -46,7 +44,6 @@ class World:
     """Models, adapters and data on disk."""
 
     root: Path
-    address: str | None = None  # of a Ray cluster
     reporter: Reporter = field(default_factory=Reporter)
 
     def build(self) -> None:
@@ -90,28 +87,6 @@ class World:
             calibration=str(self.root / "prompts.jsonl"), micro_batch=4, engine="blockwise", out=out,
         )  # fmt: skip
         transfer(chosen, command="taskferry transfer", reporter=self.reporter)
-
-    def finetune(self, out: Path) -> None:
-        from taskferry import finetune
-        from taskferry.evaluation.pool import Pool
-        from taskferry.objectives.objectives import NewHead
-        from taskferry.training.finetuning import FineTuning
-
-        loaded = load_model(str(self.root / "base-a"))
-        pool = Pool(load_samples(str(self.root / "texts.jsonl")), loaded, max_length=32)
-        steps = FineTuning(steps=12, every=3, batch=8, warmup=4, learning_rate=1e-3)
-        finetune(loaded.model, pool, NewHead(3), steps, folder=out)
-
-    def fleet(self, out: Path) -> None:
-        from taskferry.fleet.run import run_fleet
-
-        move = Move(name="b", alignment=self.root / "a-to-b.alignment", target_base="base-b")
-        given = FleetSettings(
-            adapters=str(self.root / "adapters"), out=str(out), moves=[move], batch=2, address=self.address
-        )
-        summary = run_fleet(given)
-        if (summary["done"], summary["failed"]) != (8, 0):
-            raise TaskferryError(f"{summary}")
 
     def job(self, name: str) -> Callable[[], None]:
         return lambda: getattr(self, name)(Path("out"))
@@ -285,10 +260,9 @@ def changing(world: World, name: str, path: Path, steps: int) -> Callable[[], No
 
 
 def digest(path: Path, *, rename: tuple[bytes, bytes] = (b"", b"")) -> str:
-    """sha256 over all files of an output; a fleet's own notes have times in them and are left out."""
+    """sha256 over all files of an output."""
     found = hashlib.sha256()
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    files = [file for file in files if file.name not in OF_A_FLEET and file.parent != path / "manifest"]
     for file in files:
         content = file.read_bytes()
         if file.name == "taskferry.json":  # its times and memory differ
@@ -317,35 +291,6 @@ def tmpfs(folder: Path, size: int) -> Iterator[bool]:
     finally:
         if mounted:
             subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@contextlib.contextmanager
-def cluster(folder: Path) -> Iterator[str]:
-    """A Ray cluster on this machine, which outlives the drivers that are killed; its workers run in that folder."""
-    import socket
-
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # for the head and for the drivers alike
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}", "--num-cpus=2",
-             "--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000"]  # fmt: skip
-    process = subprocess.Popen(
-        words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        for _ in range(60):
-            time.sleep(1)
-            asked = [words[0], "status", f"--address=127.0.0.1:{port}"]
-            if not subprocess.run(asked, capture_output=True, check=False).returncode:
-                break
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 def clear(folder: Path) -> Path:

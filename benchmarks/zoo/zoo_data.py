@@ -11,7 +11,6 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import subprocess
 import tarfile
 from collections.abc import Sequence
@@ -21,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shared import common
+from benchmarks.shared.common import DATA
 
 ZOO = Path(__file__).parent  # each model in a folder
-DATA = Path(os.environ.get("TASKFERRY_BENCH_DATA", Path.home() / ".cache" / "taskferry-bench"))
 SIZE = 40  # pixels of a master picture
 CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 HELD_OUT = ("bicycle", "butterfly", "cactus", "clock", "crab", "eyeglasses", "fish", "flower", "guitar", "house")

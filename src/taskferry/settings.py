@@ -163,9 +163,9 @@ class OutputSettings(Settings):
 
 
 class CompareSettings(CalibrationSettings):
-    """taskferry bench compare."""
+    """taskferry compare."""
 
-    command: ClassVar[str] = "bench compare"
+    command: ClassVar[str] = "compare"
     panel: ClassVar[str] = "What to compare"
     first: ClassVar[tuple[str, ...]] = ("source_base", "source_tuned", "target_base", "calibration", "test", "out")
 
@@ -177,23 +177,6 @@ class CompareSettings(CalibrationSettings):
     methods: list[str] = Field([], description="which methods; all where none is named")
     seeds: int = Field(1, ge=1, description="calibration sets drawn, from the seed on")
     out: Path | None = Field(None, description="write the table as JSON and Markdown here")
-
-
-class AnalyzeSettings(CalibrationSettings, MapSettings, PairPlaceSettings):
-    """taskferry analyze."""
-
-    command: ClassVar[str] = "analyze"
-    panel: ClassVar[str] = "What to measure"
-    first: ClassVar[tuple[str, ...]] = ("source_base", "target_base", "calibration", "samples", "out")
-
-    source_base: str = Field(description="the base model that was tuned")
-    target_base: str = Field(description="the base model to move to")
-    source_tuned: str | None = Field(None, description="the tuned source: what each row moves")
-    target_tuned: str | None = Field(None, description="the target tuned on the same task: what each row is held to")
-    rows: list[str] = Field([], description="methods held to the tuned target, as tables name them")
-    along: list[str] = Field([], description="checkpoints of a fine-tune of the source base, in order")
-    fresh: int = Field(100, ge=0, description="samples to measure on that the maps have not seen")
-    out: Path | None = Field(None, description="a folder for analysis.json and the figures; must not exist yet")
 
 
 class Move(Settings):

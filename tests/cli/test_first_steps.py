@@ -60,8 +60,8 @@ def test_version_and_help_need_no_torch() -> None:
     for panel, verbs in {
         "Move one fine-tune": ["example", "transfer", "evaluate", "report"],
         "Move many": ["fit", "apply", "fleet"],
-        "Look before and after": ["inspect", "analyze"],
-        "Compare": ["bench"],
+        "Look before and after": ["inspect"],
+        "Compare": ["compare"],
     }.items():
         part = shown.split(f" {panel} ", 1)[1].split("╰", 1)[0]
         assert all(re.search(rf"^│ {verb} ", part, re.M) for verb in verbs), (panel, part)

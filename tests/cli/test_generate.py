@@ -175,7 +175,7 @@ def test_samples_are_neither_sent_nor_copied_on(world: Path, tmp_path: Path) -> 
         ("transfer", ["--temperature", 0], "temperature: Input should be greater than 0"),
         ("transfer", ["--calibration", "data.jsonl", "--temperature", 2], "temperature is of generated samples"),
         ("fit", ["--prompts", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
-        ("bench compare", ["--test", "test.jsonl"], "only transfer and fit generate samples"),
+        ("compare", ["--test", "test.jsonl"], "only transfer and fit generate samples"),
     ],
 )
 def test_what_cannot_be_is_refused(

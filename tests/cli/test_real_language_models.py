@@ -1,6 +1,6 @@
 """The command on real language models: a LoRA of all seven projections between them, Gemma 3's two kinds of attention.
 
-The models are folders of TASKFERRY_REAL, as `benchmarks/quality/language_models.py` takes them. Minutes for each pair:
+The models are folders of TASKFERRY_REAL, as `benchmarks/language/run.py` takes them. Minutes for each pair:
 for the nightly run.
 """
 

@@ -22,7 +22,7 @@ pytest.importorskip("datasets")
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 HERE = r"https://github\.com/taskferry/taskferry/(?:blob|raw)/main/"  # files in the README
-NIGHTLY = {"benchmarks.md", "two-thousand-adapters.md"}  # half a minute each, of what other pages have too
+NIGHTLY = {"two-thousand-adapters.md"}  # half a minute each, of what other pages have too
 FROM_NOTHING = ROOT / "docs" / "start.md"  # .ci/five_minutes.py runs it in a clean environment, against the clock
 EACH = [page for page in PAGES if page != FROM_NOTHING]
 
@@ -99,8 +99,8 @@ def test_pages_name_only_files_that_exist() -> None:
 
 @pytest.mark.parametrize(
     ("page", "made"),
-    [("README.md", "moved"), ("docs/benchmarks.md", "history"), ("docs/api.md", "moved")],
-    ids=["readme", "benchmarks", "api"],
+    [("README.md", "moved"), ("docs/api.md", "moved")],
+    ids=["readme", "api"],
 )
 def test_the_python_of_the_pages_runs(page: str, made: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library examples of a page, one after the other, on the folders above."""

@@ -22,7 +22,6 @@ pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib")
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-ROOT = Path(__file__).parents[2]
 HOSTILE = (
     '<script>window.hacked = 1</script>"><img src="http://127.0.0.1:9/x" onerror="window.hacked = 1">'
     "</style></title></svg>'--><svg onload=alert(1)>&amp;$x^{2}$ \x1b[31mred\x07 \u202egnp.exe | `cell`"
@@ -37,7 +36,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A transfer, an analysis and a benchmark, each with its page."""
+    """A transfer with its page."""
     root = tmp_path_factory.mktemp("report")
     folders.encoder(root / "base-a", 16, 2, 1)
     folders.encoder(root / "base-b", 24, 3, 2)
@@ -46,17 +45,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folders.texts(root / "texts.jsonl")
     models = ["--source-base", "base-a", "--target-base", "base-b", "--calibration", "texts.jsonl", "--samples", 12]
     taskferry("transfer", *models, "--source-tuned", "tuned-a", "--scale", "1", "--out", "moved", cwd=root)
-    taskferry("analyze", *models, "--source-tuned", "tuned-a", "--target-tuned", "tuned-b", "--rows", "theseus",
-              "--rows", "bico", "--along", "tuned-a", "--out", "studied", cwd=root)  # fmt: skip
-    results = json.loads((ROOT / "benchmarks" / "results" / "zoo.json").read_text())
-    kept = {name: results[name] for name in ("zoo/table5", "zoo/tableF", "zoo/tableG")}
-    (root / "bench.json").write_text(json.dumps(kept))
-    for path in ("moved", "studied", "bench.json"):
-        taskferry("report", path, cwd=root)
+    taskferry("report", "moved", cwd=root)
     return root
 
 
-PAGES = {"transfer": "moved/report.html", "analysis": "studied/report.html", "benchmark": "bench.html"}
+PAGES = {"transfer": "moved/report.html"}
 
 
 def grid(page: Any, caption: str) -> dict[tuple[str, str], float]:
@@ -110,36 +103,6 @@ def test_the_page_of_a_transfer_has_the_numbers_of_its_record(world: Path, brows
             "Change moved": sum(verdict["change"]["moved"].values()),
             "Samples": 12,
         }
-
-
-def test_the_page_of_an_analysis_has_its_numbers(world: Path, browser: Browser) -> None:
-    study = json.loads((world / "studied" / "analysis.json").read_text())
-    with browser.open(world / PAGES["analysis"]) as opened:
-        shown = grid(opened.page, "FLOPs")
-        assert shown["a transfer, in all", "FLOPs"] == study["cost"]["transfer"]
-        caption = "Outputs of every layer against those of the target fine-tuned on the task, averaged over each block."
-        shown = grid(opened.page, caption)
-        blocks = [row for row in study["outputs"] if row["block"] is not None]
-        for row in blocks:
-            assert shown[str(row["block"]), row["row"]] == pytest.approx(row["cosine"])
-        assert len(shown) == len(blocks) == 9
-    assert {p.name for p in (world / "studied").iterdir()} >= {
-        "analysis.json", "similarity-in.svg", "similarity-out.svg", "outputs.svg", "trajectory-direction.svg",
-    }  # fmt: skip
-
-
-def test_the_page_of_a_benchmark_has_its_numbers(world: Path, browser: Browser) -> None:
-    results = json.loads((world / "bench.json").read_text())
-    with browser.open(world / PAGES["benchmark"]) as opened:
-        shown = grid(opened.page, "narrow → twin: gain over the target")
-        for group in results["zoo/table5"]["groups"]:
-            scores = group["scores"]
-            gains = [
-                value - scores["target"][task][draw]
-                for task, draws in scores["bico"].items()
-                for draw, value in draws.items()
-            ]
-            assert shown["bico", f"N = {group['count']}"] == pytest.approx(sum(gains) / len(gains))
 
 
 @pytest.mark.parametrize("kind", PAGES)
@@ -209,24 +172,10 @@ def poisoned(value: Any, key: str = "") -> Any:
     return f"{value}{HOSTILE}" if isinstance(value, str) and key not in FIXED else value
 
 
-def poisoned_scores(scores: dict[str, Any]) -> dict[str, Any]:
-    """Rows and tasks of a benchmark; the rows that are looked up keep their names."""
-    return {
-        row if row.startswith(("target", "source")) else f"{row}{HOSTILE}": {
-            f"{t}{HOSTILE}": d for t, d in tasks.items()
-        }
-        for row, tasks in scores.items()
-    }
-
-
 @pytest.mark.parametrize("kind", PAGES)
 def test_a_hostile_name_does_not_run(kind: str, world: Path, browser: Browser, tmp_path: Path) -> None:
-    data = {"transfer": "moved/taskferry.json", "analysis": "studied/analysis.json", "benchmark": "bench.json"}[kind]
+    data = {"transfer": "moved/taskferry.json"}[kind]
     evil = poisoned(json.loads((world / data).read_text()))
-    if kind == "benchmark":
-        for found in evil.values():
-            for group in found["groups"]:
-                group["scores"] = poisoned_scores(group["scores"])
     if kind == "transfer":
         evil["coverage"]["unused"] = {HOSTILE: HOSTILE}
     (tmp_path / Path(data).name).write_text(json.dumps(evil))

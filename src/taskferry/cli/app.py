@@ -45,7 +45,7 @@ VERBS = {  # by panel of the help; a test holds each sentence to the verb's own
         "runs in it.",
         "transfer": "Move a fine-tune (a full model or a LoRA) to another base model.",
         "evaluate": "Score a model, or a model with an adapter added, on held-out samples.",
-        "report": "Write a page that shows a transfer, an analysis or a benchmark.",
+        "report": "Write a page that shows a transfer.",
     },
     "Move many": {
         "fit": "Fit the maps between two base models and save them as one alignment file.",
@@ -54,11 +54,9 @@ VERBS = {  # by panel of the help; a test holds each sentence to the verb's own
     },
     "Look before and after": {
         "inspect": "Show the linear layers of a model, a task vector, an alignment, or what moved in an output.",
-        "analyze": "Measure how alike two models are: CKA and cosine by block, before and after alignment; cost; "
-        "drift.",
     },
     "Compare": {
-        "bench": "Compare methods, and make tables from recipes.",
+        "compare": "Compare methods on one pair of models, with the same samples and test data.",
     },
 }
 

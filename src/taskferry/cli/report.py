@@ -26,9 +26,7 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    given: Annotated[
-        Path, typer.Argument(metavar="PATH", help="an output folder of transfer or analyze, or results of a benchmark")
-    ],
+    given: Annotated[Path, typer.Argument(metavar="PATH", help="an output folder of transfer")],
     form: Annotated[
         Form, typer.Option("--format", help="one HTML page that needs nothing else, or Markdown")
     ] = Form.html,
@@ -36,7 +34,7 @@ def run(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Write a page that shows a transfer, an analysis or a benchmark."""
+    """Write a page that shows a transfer."""
     with waiting(quiet or as_json, "drawing"):
         from taskferry.report.command import write_report
 

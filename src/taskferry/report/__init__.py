@@ -1,1 +1,1 @@
-"""One page that shows a transfer, an analysis, a benchmark or a fleet: HTML that needs nothing else, or Markdown."""
+"""One page that shows a transfer or a fleet: HTML that needs nothing else, or Markdown."""

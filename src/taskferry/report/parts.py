@@ -253,7 +253,7 @@ class Section:
 class Report:
     """A whole page."""
 
-    kind: str  # "transfer", "analysis", "benchmark"
+    kind: str  # "transfer"
     title: str
     lead: str
     sections: Sequence[Section]

@@ -1,1 +1,0 @@
-"""Evidence: methods compared on one pair, and recipes that make whole tables."""
