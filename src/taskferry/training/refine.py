@@ -30,11 +30,11 @@ from taskferry.objectives.teacher import Lesson, Tokens
 from taskferry.taskvector import Delta, LowRank, TaskVector, as_dense
 
 LOOKS = 10  # at the held-out samples, about
-TEXTS, OTHERS = 8, 64  # samples a step
+TEXTS, OTHERS = 16, 64  # samples a step
 # Learning rates: of factors by the root of the width, because entries of wider weights are smaller; of whole weights by
 # the width, so that a step of AdamW changes what a layer says by a like share at any width. Of whole weights, fewer
 # steps than SHORT cannot make good what steps of the full rate break first; a moved start has more to break.
-LORA, DENSE, USUAL_WIDTH = 0.03, 0.09, 768
+LORA, DENSE, USUAL_WIDTH = 0.05, 0.09, 768
 SHORT, SHORT_MOVED = 20, 40
 
 
@@ -111,12 +111,12 @@ def refine(
         held_out: The same on samples that neither made `start` nor are learned from.
         steps: Optimiser steps.
         learning_rate: Of AdamW after its warm-up; by form, width and steps unless given.
-        batch: Samples a step; 8 texts of a language model, 64 of all others.
+        batch: Samples a step; 16 texts of a language model, 64 of all others.
         seed: Of the order of the samples.
         progress: Called with the steps that are done and all.
     """
     size = min(batch or (TEXTS if isinstance(fit, Tokens) else OTHERS), len(fit))
-    rate, warmup, every = learning_rate or usual_rate(start, steps), min(10, steps // 5), max(1, steps // LOOKS)
+    rate, warmup, every = learning_rate or usual_rate(start, steps), min(10, steps // 10), max(1, steps // LOOKS)
     place, generator = place_of(target), torch.Generator().manual_seed(seed)
 
     def judged() -> float:
