@@ -1,7 +1,8 @@
 """Distillation: the target learns for a few steps what the tuned source answers on the samples, without a label.
 
 It starts from nothing, or from what another method has moved. Where the source's change fits the target as it is and
-lowers the held-out loss, as between a base and its next version, the copy is the start. The tuned source answers once;
+lowers the held-out loss, as between a base and its next version, the copy is the start; else language models start from
+nothing and models that score classes from BiCo, each from where it got furthest. The tuned source answers once;
 then AdamW trains a LoRA of the rank that came in (weights, of a full fine-tune), and held-out samples keep the best of
 about ten looks.
 """
@@ -21,11 +22,12 @@ from taskferry.layers.site import Site
 from taskferry.methods import Job, Moved, Needs, method, run
 from taskferry.methods.natural import NOT_LEARNED, mean_loss
 from taskferry.models import Skeleton
-from taskferry.objectives.teacher import Lesson, lesson_of
+from taskferry.objectives.teacher import Lesson, Tokens, lesson_of
 from taskferry.taskvector import Delta, LowRank, TaskVector
 from taskferry.training.refine import refine
 
 Start = Literal["auto", "nothing", "naive", "bico", "natural"]
+
 STRENGTHS = (0.5, 1.0, 1.5)  # of a copied change: what people turn by hand
 SPREAD = 2.0  # of the random factor of a new LoRA, in units of 1/√width
 
@@ -38,7 +40,9 @@ def distil(
     job: Job,
     *,
     steps: Annotated[int, "optimiser steps", Field(ge=0)] = 40,
-    start: Annotated[Start, "what they begin with; auto: the copied change where it fits and helps"] = "auto",
+    start: Annotated[
+        Start, "what they begin with; auto: the copied change where it helps, else nothing (bico for classes)"
+    ] = "auto",
     learning_rate: Annotated[float | None, "of AdamW; by the width of the layers unless given", Field(gt=0)] = None,
     batch: Annotated[int | None, "samples a step: 16 texts, 64 images", Field(ge=1)] = None,
     seed: Annotated[int, "of the order of the samples, and of new LoRAs"] = 0,
@@ -46,11 +50,13 @@ def distil(
     """Let the target learn what the tuned source answers: a few training steps without labels."""
     models, heads = (job.source, job.target), job.pair.objectives
     fit, held_out = (lesson_of(models, job.tau, some, heads) for some in (job.calibration, job.judging))
-    begun, moved = None, None
+    begun, first, moved = None, str(start), None
     if start == "auto":
-        begun = helpful_copy(job, held_out)
-    elif start != "nothing":
-        moved = run(start, job)
+        begun, first = helpful_copy(job, held_out), "the copied change"
+        if begun is None:
+            first = "nothing" if isinstance(fit, Tokens) else "bico"
+    if begun is None and first != "nothing":
+        moved = run(first, job)
         begun = moved.tau
     progress = job.pair.work.progress
     refined = refine(
@@ -69,7 +75,6 @@ def distil(
     before, after = job.losses(change, [0.0, 1.0])  # in the words of the samples, as every method is shown
     better = dict(refined.losses)[refined.kept] < refined.untouched
     curve = ScaleCurve(((0.0, before), (1.0, after)), float(better))
-    first = "nothing" if begun is None else "the copied change" if start == "auto" else start
     notes = {"start": first, "distilled": refined.record()}
     return Moved(TaskVector(change.deltas, coverage), sites=moved.sites if moved else (), curve=curve, notes=notes)
 

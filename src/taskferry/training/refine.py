@@ -34,7 +34,7 @@ TEXTS, OTHERS = 16, 64  # samples a step
 # Learning rates: of factors by the root of the width, because entries of wider weights are smaller; of whole weights by
 # the width, so that a step of AdamW changes what a layer says by a like share at any width. Of whole weights, fewer
 # steps than SHORT cannot make good what steps of the full rate break first; a moved start has more to break.
-LORA, DENSE, USUAL_WIDTH = 0.05, 0.09, 768
+LORA, DENSE, USUAL_WIDTH = 0.05, 0.02, 768
 SHORT, SHORT_MOVED = 20, 40
 
 
