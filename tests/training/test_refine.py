@@ -151,15 +151,10 @@ def test_a_new_lora_in_place_of_a_full_fine_tune_learns() -> None:
 def test_the_rate_falls_with_the_width_of_whole_weights_and_with_its_root_of_factors() -> None:
     narrow, wide = ({"w": torch.zeros(2048, width)} for width in (128, 512))
     factors = [TaskVector({"w": LowRank(torch.zeros(2048, 1), each["w"][:1])}) for each in (narrow, wide)]
-    assert usual_rate(TaskVector(narrow), 100) == pytest.approx(4 * usual_rate(TaskVector(wide), 100), rel=0.05)
-    assert usual_rate(factors[0], 100) == pytest.approx(2 * usual_rate(factors[1], 100), rel=0.05)
-    assert usual_rate(TaskVector(narrow), 10) == pytest.approx(usual_rate(TaskVector(narrow), 100) / 2)
-    moved = TaskVector({"w": torch.ones(2048, 128)})  # already on its way: short runs go half as far
-    assert usual_rate(moved, 100) == usual_rate(TaskVector(narrow), 100)
-    assert usual_rate(moved, 10) == pytest.approx(usual_rate(TaskVector(narrow), 10) / 2, rel=0.05)
-    assert usual_rate(factors[0], 10) == usual_rate(factors[0], 100)
-    assert usual_rate(TaskVector({"w": narrow["w"].T}), 100) == usual_rate(TaskVector(narrow), 100)  # stored [in, out]
-    assert usual_rate(TaskVector({"bias": torch.zeros(3)}), 100) < 1e-3
+    assert usual_rate(TaskVector(narrow)) == pytest.approx(4 * usual_rate(TaskVector(wide)), rel=0.05)
+    assert usual_rate(factors[0]) == pytest.approx(2 * usual_rate(factors[1]), rel=0.05)
+    assert usual_rate(TaskVector({"w": narrow["w"].T})) == usual_rate(TaskVector(narrow))  # stored [in, out]
+    assert usual_rate(TaskVector({"bias": torch.zeros(3)})) < 1e-3
 
 
 @pytest.fixture(scope="module")

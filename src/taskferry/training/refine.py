@@ -27,15 +27,13 @@ from taskferry.models import Skeleton, write_adapter
 from taskferry.models.conversion import peft_for
 from taskferry.models.expert_adapters import unstacked, wrapped
 from taskferry.objectives.teacher import Lesson, Tokens
-from taskferry.taskvector import Delta, LowRank, TaskVector, as_dense
+from taskferry.taskvector import Delta, LowRank, TaskVector
 
 LOOKS = 10  # at the held-out samples, about
 TEXTS, OTHERS = 16, 64  # samples a step
 # Learning rates: of factors by the root of the width, because entries of wider weights are smaller; of whole weights by
-# the width, so that a step of AdamW changes what a layer says by a like share at any width. Of whole weights, fewer
-# steps than SHORT cannot make good what steps of the full rate break first; a moved start has more to break.
+# the width, so that a step of AdamW changes what a layer says by a like share at any width.
 LORA, DENSE, USUAL_WIDTH = 0.05, 0.02, 768
-SHORT, SHORT_MOVED = 20, 40
 
 
 @dataclass(frozen=True)
@@ -110,13 +108,13 @@ def refine(
         fit: What the tuned source answers on the samples to learn from.
         held_out: The same on samples that neither made `start` nor are learned from.
         steps: Optimiser steps.
-        learning_rate: Of AdamW after its warm-up; by form, width and steps unless given.
+        learning_rate: Of AdamW after its warm-up; by form and width unless given.
         batch: Samples a step; 16 texts of a language model, 64 of all others.
         seed: Of the order of the samples.
         progress: Called with the steps that are done and all.
     """
     size = min(batch or (TEXTS if isinstance(fit, Tokens) else OTHERS), len(fit))
-    rate, warmup, every = learning_rate or usual_rate(start, steps), min(10, steps // 10), max(1, steps // LOOKS)
+    rate, warmup, every = learning_rate or usual_rate(start), min(10, steps // 10), max(1, steps // LOOKS)
     place, generator = place_of(target), torch.Generator().manual_seed(seed)
 
     def judged() -> float:
@@ -156,14 +154,11 @@ def _cosine(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * max(0, step) / max(1, steps)))
 
 
-def usual_rate(start: TaskVector, steps: int) -> float:
-    """A learning rate for a change by its form and the width of its layers, and less in a few steps."""
+def usual_rate(start: TaskVector) -> float:
+    """A learning rate for a change by its form and the width of its layers."""
     widths = sorted(min(delta.shape) for delta in start.deltas.values() if len(delta.shape) > 1)
     width = widths[len(widths) // 2] if widths else USUAL_WIDTH
-    if start.low_rank:
-        return float(f"{LORA / math.sqrt(width):.2g}")
-    short = SHORT_MOVED if any(bool(as_dense(delta).any()) for delta in start.deltas.values()) else SHORT
-    return float(f"{DENSE / width * min(1.0, steps / short):.2g}")
+    return float(f"{LORA / math.sqrt(width) if start.low_rank else DENSE / width:.2g}")
 
 
 @contextmanager
