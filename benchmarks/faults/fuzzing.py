@@ -35,8 +35,7 @@ from taskferry import Alignment, TaskVector
 from taskferry.disk.files import HEADER
 from taskferry.errors import TaskferryError
 from taskferry.models import read_adapter
-from taskferry.models.folders import check_folder
-from taskferry.models.states import read_state
+from taskferry.models.states import check_folder, read_state
 from tests.helpers import hostile
 
 HANG = 10  # seconds without an answer

@@ -28,8 +28,7 @@ from taskferry.errors import TaskferryError
 from taskferry.jobs.card import write_card
 from taskferry.jobs.settings import TransferSettings
 from taskferry.models import read_adapter
-from taskferry.models.folders import check_folder, read_index
-from taskferry.models.states import read_state
+from taskferry.models.states import check_folder, read_index, read_state
 from taskferry.settings import load_settings, read_yaml
 from taskferry.taskvector import FORMAT as TASK_VECTOR
 from tests.helpers import hostile

@@ -19,8 +19,7 @@ from taskferry.disk.files import write_safetensors
 from taskferry.errors import TaskferryError
 from taskferry.jobs.settings import TransferSettings
 from taskferry.models import read_adapter
-from taskferry.models.folders import check_folder
-from taskferry.models.states import read_state
+from taskferry.models.states import check_folder, read_state
 from taskferry.settings import FleetSettings, load_settings
 from tests.helpers import hostile
 from tests.helpers.hostile import factors, raw_safetensors, skeleton

@@ -97,7 +97,7 @@ def describe(given: str) -> tuple[str, list[dict[str, Any]]]:
 
 def _adapter(path: Path) -> tuple[str, list[dict[str, Any]]]:
     """An adapter by itself: its settings, and the shapes of its factors."""
-    from taskferry.models.adapters import weights_of
+    from taskferry.models.peft import weights_of
     from taskferry.models.states import read_state
 
     config = read_json(path / "adapter_config.json")

@@ -30,9 +30,9 @@ from taskferry.disk.files import hash_tensor, is_finite, write_plain_safetensors
 from taskferry.engines.memory import freed
 from taskferry.errors import TaskferryError
 from taskferry.models import Loaded, huggingface
-from taskferry.models.folders import INDEX, tensor_files
 from taskferry.models.loaded import BUFFER, as_stored
-from taskferry.models.vocabulary import resized
+from taskferry.models.models import resized
+from taskferry.models.states import INDEX, tensor_files
 from taskferry.taskvector import LazyDeltas, TaskVector, as_dense, match_names
 
 

@@ -32,7 +32,7 @@ from taskferry.errors import TaskferryError
 from taskferry.layers.discovery import find_sites
 from taskferry.layers.pairing import DepthRule, Pair, Place, nearest_block, pair_sites
 from taskferry.layers.site import Site
-from taskferry.models.adapters import prefix_of
+from taskferry.models.peft import prefix_of
 from taskferry.objectives.defaults import AnyObjective, both_objectives
 from taskferry.objectives.objectives import ForwardOnly, Objective
 from taskferry.taskvector import TaskVector

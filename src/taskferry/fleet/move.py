@@ -18,8 +18,7 @@ from taskferry.fleet.store import Store
 from taskferry.jobs.apply import apply_record, source_skeleton, target_skeleton
 from taskferry.jobs.output import write_form
 from taskferry.jobs.record import RECORD, finish
-from taskferry.models.adapter_config import CONFIG
-from taskferry.models.adapters import WEIGHTS, Adapter, Skeleton, read_adapter
+from taskferry.models.peft import CONFIG, WEIGHTS, Adapter, Skeleton, read_adapter
 from taskferry.settings import ApplySettings, Move
 from taskferry.taskvector import TaskVector
 

@@ -33,7 +33,7 @@ from taskferry.fleet.store import Store
 from taskferry.fleet.summary import summary_page
 from taskferry.jobs.apply import check_fits
 from taskferry.jobs.record import RECORD
-from taskferry.models.adapters import WEIGHTS
+from taskferry.models.peft import WEIGHTS
 from taskferry.settings import FleetSettings, Move
 
 MANIFEST = "manifest"

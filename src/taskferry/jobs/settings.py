@@ -149,9 +149,6 @@ class TransferSettings(RefineSettings, OutputSettings, Writing):
     engine: Literal["whole", "blockwise"] = Field(
         "whole", description="models in memory, or one block of each at a time (larger than memory)"
     )
-    head: Literal["keep", "move"] = Field(
-        "keep", description="the task head of a classification LoRA: leave it behind, or move it as well"
-    )
     force: bool = Field(
         False, description="go on where the fine-tune does nothing on the samples, and write what does harm"
     )
@@ -177,10 +174,6 @@ class TransferSettings(RefineSettings, OutputSettings, Writing):
     @property
     def engine_name(self) -> str:
         """Where the pair of models will live."""
-        if self.head == "move" and (self.engine != "whole" or started_by_torchrun()):
-            raise TaskferryError(
-                "a head moves by running both models whole in one process: leave --head out, or blockwise and torchrun"
-            )
         if self.refine and (self.engine != "whole" or started_by_torchrun()):
             raise TaskferryError(
                 "refining trains the target whole in one process: leave --refine out, or blockwise and torchrun"

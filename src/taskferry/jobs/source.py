@@ -20,8 +20,8 @@ from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
 from taskferry.integrations.hub import hub_id
 from taskferry.models import Tuned, is_adapter
-from taskferry.models.adapter_config import CONFIG
 from taskferry.models.models import resolve
+from taskferry.models.peft import CONFIG
 from taskferry.objectives.objectives import Classifier, Head
 from taskferry.taskvector import Delta, TaskVector
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from taskferry.collect.scale import EVALUATIONS, ScaleCurve
 from taskferry.disk.staging import check_free
@@ -23,13 +23,12 @@ from taskferry.jobs.settings import TransferSettings
 from taskferry.jobs.source import SourceLosses, source_losses, with_base
 from taskferry.jobs.verdict import Judged, change_by_place, verdict
 from taskferry.methods import Job, Method, Moved, find
-from taskferry.models import Adapter, Tuned, is_adapter
-from taskferry.models.adapter_config import CONFIG
-from taskferry.models.conversion import peft_for
+from taskferry.models import is_adapter
 from taskferry.models.models import resolve
+from taskferry.models.peft import CONFIG
 from taskferry.objectives.generation import HALF
+from taskferry.objectives.heads import solved_head
 from taskferry.objectives.objectives import Classifier
-from taskferry.objectives.task_head import MovedHead, TaskHead
 from taskferry.objectives.teacher import Likeness, check_whole, kind_of, lesson_of
 from taskferry.taskvector import TaskVector
 from taskferry.training.refine import Refined, refine
@@ -37,6 +36,10 @@ from taskferry.training.refine import Refined, refine
 ENGINES = {"whole": "both models in memory", "blockwise": "one block at a time", "ranks": "several processes"}
 WORSE = " Fewer answers are right than before: nothing was written (--force writes it anyway)."
 STEP = 8  # samples in one step of a refinement, roughly
+SOLVED = (
+    " The head {layer} was solved from the tuned source's scores: on {agreement:.0%} of the samples it gives the same "
+    "class."
+)
 HALVED = " Half of the scale that is best on them was taken."
 
 
@@ -53,7 +56,6 @@ def transfer(
     reporter.plan(_first_lines(settings, given))
     with opened(settings, reporter, settings.out, dry_run=dry_run) as models:
         kind, drawn = output_kind(settings, models.tuned.adapter), models.drawn
-        head = _head(settings, models, kind)
         _check_training(settings, models, kind)
         source = None if dry_run else _source(settings, models, reporter)
         job = Job(models.pair, models.tuned.tau, models.held_out)
@@ -83,8 +85,11 @@ def transfer(
         answers = None
         if curve.helps or refined is not None:
             answers = _answers(models, job, factor * final, refined, reporter)
-        moved_head = None if head is None else head.move(models.prepared.calibration, models.tuned.tau, written)
-        adapter, ignored = with_head(models.tuned, moved_head)
+        adapter, ignored, head = models.tuned.adapter, models.tuned.ignored, dict[str, Any]()
+        if kind == "lora" and adapter is not None and len(models.models) == 2:
+            tensors, head = solved_head(models.tuned, *models.models, written, job.calibration, job.judging)
+            adapter = replace(adapter, head=tensors)
+            ignored = {name: why for name, why in ignored.items() if name not in tensors}
         record = make_record(
             command,
             settings,
@@ -122,7 +127,7 @@ def transfer(
             placement=models.pair.placement(),
             **cut,
             **({} if refined is None else {"refined": refined.record()}),
-            **({} if moved_head is None else {"head": dict(moved_head.facts)}),
+            **({"head": head} if head else {}),
         )
         helps = curve.helps or (refined is not None and refined.kept > 0)
         if answers is not None and answers.gain[2] < 0 and settings.scale == "auto" and not settings.force:
@@ -132,8 +137,8 @@ def transfer(
             return Outcome(record, None)
         record["verdict"]["sentence"] += dequantised(kind, models.target) + rounded(kind, models.target, written)
         record["verdict"]["sentence"] += packed(kind, written, adapter)
-        if moved_head is not None:
-            record["verdict"]["sentence"] += told_of(moved_head)
+        if head:
+            record["verdict"]["sentence"] += SOLVED.format(**head)
         if halved and curve.helps:
             record["verdict"]["sentence"] += HALVED
         questions = models.prepared.questions
@@ -184,15 +189,6 @@ def _doubts(settings: TransferSettings, models: Opened, source: SourceLosses | N
     return (*models.doubts, source.sentence(settings))
 
 
-def _head(settings: TransferSettings, models: Opened, kind: str) -> TaskHead | None:
-    """The head that is to move; refused before any work where it cannot."""
-    if settings.head == "keep":
-        return None
-    if kind != "lora" or len(models.models) != 2:
-        raise TaskferryError(f"a head is written beside a LoRA, not in {FORMS[kind]}: give --head keep")
-    return TaskHead.of(models.tuned.adapter, *models.models)
-
-
 def _check_training(settings: TransferSettings, models: Opened, kind: str) -> None:
     """Refuses what could only fail after the whole move."""
     if find(settings.method).needs.dense and kind == "lora" and settings.rank is None:
@@ -200,21 +196,6 @@ def _check_training(settings: TransferSettings, models: Opened, kind: str) -> No
     if settings.refine:
         lesson = kind_of(models.pair.objectives)
         check_whole(models.tuned, "leave --refine out", heads=lesson is not Likeness)  # features need no head
-        if kind == "lora":
-            peft_for("refine a LoRA")
-
-
-def with_head(tuned: Tuned, head: MovedHead | None) -> tuple[Adapter | None, Mapping[str, str]]:
-    """The adapter with the moved head beside it, and what of the fine-tune still stays behind."""
-    if head is None or tuned.adapter is None:
-        return tuned.adapter, tuned.ignored
-    return replace(tuned.adapter, head=head.tensors), {k: v for k, v in tuned.ignored.items() if k not in head.tensors}
-
-
-def told_of(head: MovedHead) -> str:
-    """A sentence for the verdict."""
-    layer, share = head.facts["layer"], head.facts["agreement"]
-    return f" The head {layer} moved too: on {share:.0%} of the samples it says what the tuned source says."
 
 
 def scaled(settings: TransferSettings, job: Job, moved: Moved, final: TaskVector) -> tuple[ScaleCurve, float]:

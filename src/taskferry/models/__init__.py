@@ -1,8 +1,8 @@
 """Models, adapters and outputs on disk. Nothing here runs a model."""
 
-from taskferry.models.adapters import Adapter, Skeleton, is_adapter, read_adapter, write_adapter
 from taskferry.models.loaded import Loaded
 from taskferry.models.models import Tuned, by_reason, load_model, load_pair, load_tuned, write_model
+from taskferry.models.peft import Adapter, Skeleton, is_adapter, read_adapter, write_adapter
 
 __all__ = [
     "Adapter",

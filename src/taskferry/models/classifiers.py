@@ -1,48 +1,18 @@
-"""The classifier that a base model becomes under a head: transformers' own class around the weights that are there.
-
->>> headed(loaded, "classifier", classes=3)        # a BertForSequenceClassification whose body is loaded.model
-"""
+"""Heads that score classes of whole samples: which models have one, what it calls its classes, what it reads."""
 
 from __future__ import annotations
 
 import copy
 import re
-from typing import Any
 
 from torch import nn
 
-from taskferry.errors import TaskferryError
 from taskferry.models.huggingface import imported
 from taskferry.models.loaded import Loaded
 
 # One answer for each sample.
 _SCORING = ("ForSequenceClassification", "ForImageClassification", "ForImageClassificationWithTeacher")
 _COUNTED = re.compile(r"(?:LABEL_)?([0-9]{1,9})", re.ASCII)
-
-
-def headed(loaded: Loaded, head: str, classes: int) -> nn.Module:
-    """The model with a layer `head` on top; the layer itself may have no memory, it is there to be looked at.
-
-    Refused where its class has no such layer, where other layers stand between, or where some are in no file.
-    """
-    model: Any = loaded.model
-    config = _config(loaded)
-    if config is not None and has_own_head(model):
-        if config.num_labels != classes:
-            raise TaskferryError(
-                f"{loaded.given} has {config.num_labels} classes, the head of the adapter {classes}: the head cannot "
-                "move; give a base without a head, or --head keep"
-            )
-    else:
-        model = _around(loaded, classes)
-    inside, here = f"{model.base_model_prefix}.", (f"{head}.weight", f"{head}.bias")
-    unknown = {n for n, p in model.named_parameters() if p.is_meta or {n, n.removeprefix(inside)} & loaded.absent}
-    lost = sorted(unknown.difference(here))
-    if lost or not isinstance(getattr(model, head, None), nn.Linear):
-        why = f"{lost[0]} is in none of its files" if lost else f"a {type(model).__name__} has no layer '{head}'"
-        raise TaskferryError(f"{loaded.given}: {why}, so nothing is known of what a head reads there: give --head keep")
-    found: nn.Module = model
-    return found
 
 
 def has_own_head(model: nn.Module) -> bool:
@@ -73,39 +43,31 @@ def counted(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def same_labels(source: Loaded, target: Loaded) -> None:
-    """Refuse a target that calls its classes otherwise than the source."""
-    A, B = class_names(source.model), class_names(target.model)
-    if has_own_head(source.model) and B and A != B:
-        raise TaskferryError(
-            f"{source.given} calls its classes {', '.join(A) or 'nothing'}, {target.given} {', '.join(B)}: the head "
-            "cannot move; give --head keep"
-        )
+def classifier_around(loaded: Loaded, head: str, classes: int) -> nn.Module | None:
+    """Put transformers' classifier around a base, without its layer `head`: its logits are what that layer reads.
 
-
-def _config(loaded: Loaded) -> Any:
-    return getattr(loaded.model, "config", None)
-
-
-def _around(loaded: Loaded, classes: int) -> Any:
-    """transformers' classifier of the model's kind, with the model in place of its body."""
+    None where its kind has no such layer, or where another layer of it is in no file.
+    """
     transformers, accelerate = imported("transformers"), imported("accelerate")
-    config = copy.deepcopy(_config(loaded))
-    kinds = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
-    known = next((kind for kind in kinds if type(config) in kind), None)
-    if config is None or known is None:
-        raise TaskferryError(
-            f"transformers has no classifier of the kind of {loaded.given}, a {type(loaded.model).__name__}: give "
-            "--head keep"
-        )
+    config = copy.deepcopy(getattr(loaded.model, "config", None))
+    kinds = (transformers.AutoModelForSequenceClassification, transformers.AutoModelForImageClassification)
+    kind = next((each for each in kinds if type(config) in each._model_mapping), None)
+    if config is None or kind is None:
+        return None
     config.num_labels = classes
+    if kind is kinds[0] and config.pad_token_id is None:
+        config.pad_token_id = loaded.tokenizer().pad_token_id  # the token before it is scored
     with accelerate.init_empty_weights():
-        kind = known[type(config)]
-        model = (kind[0] if isinstance(kind, tuple) else kind)._from_config(config)  # DeiT has a second, with a teacher
-    body = getattr(model, model.base_model_prefix, None)
-    if not isinstance(body, nn.Module) or type(body) is not type(loaded.model):
-        raise TaskferryError(
-            f"{loaded.given} is a {type(loaded.model).__name__}, no body of a {type(model).__name__}: give --head keep"
-        )
-    setattr(model, model.base_model_prefix, loaded.model)
-    return model.eval()
+        model = kind.from_config(config)
+    body = getattr(loaded.model, "base_model", None)
+    if type(getattr(model, model.base_model_prefix, None)) is not type(body):
+        return None
+    needed = {name for name, _ in model.named_parameters()} - {f"{head}.weight", f"{head}.bias"}
+    setattr(model, model.base_model_prefix, body)
+    untrained = {id(p) for name, p in loaded.model.named_parameters() if name in loaded.absent}
+    known = {name for name, p in model.named_parameters() if not p.is_meta and id(p) not in untrained}
+    if not isinstance(getattr(model, head, None), nn.Linear) or not needed <= known:
+        return None
+    setattr(model, head, nn.Identity())
+    found: nn.Module = model.eval()
+    return found

@@ -17,8 +17,8 @@ from torch import nn
 from taskferry.choices import WRITTEN
 from taskferry.disk.files import read_json
 from taskferry.errors import TaskferryError, first_line
-from taskferry.models.folders import check_folder, check_inside
 from taskferry.models.loaded import Loaded, as_stored
+from taskferry.models.states import check_folder, check_inside
 from taskferry.taskvector import TaskVector
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.index.json", "*.gguf")

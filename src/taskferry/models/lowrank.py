@@ -22,7 +22,7 @@ def compress(tau: TaskVector, rank: int) -> tuple[TaskVector, dict[str, float], 
     for name, delta in tau.deltas.items():
         if isinstance(delta, LowRank):
             deltas[name] = delta
-        elif delta.ndim not in (2, 3):  # 3: experts stacked in one parameter
+        elif delta.ndim != 2:
             lost[name] = "a LoRA holds matrices only"
         else:
             deltas[name], errors[name] = _cut(delta, rank, generator)
@@ -30,21 +30,13 @@ def compress(tau: TaskVector, rank: int) -> tuple[TaskVector, dict[str, float], 
     return TaskVector(deltas, coverage), errors, lost
 
 
-def fresh(weight: Tensor, rank: int, generator: torch.Generator) -> LowRank:
-    """No change, with one factor zero and the other uniform, as PEFT starts a LoRA."""
-    *experts, out, into = weight.shape
-    A = (2 * torch.rand(*experts, rank, into, generator=generator) - 1) / math.sqrt(into)
-    return LowRank(torch.zeros(*experts, out, rank), A.to(torch.float32))
-
-
 def _cut(delta: Tensor, rank: int, generator: torch.Generator) -> tuple[LowRank, float]:
     U, sigma, Vh = torch.linalg.svd(delta, full_matrices=False)
     power = sigma.double().square()
     total = float(power.sum())
-    kept = min(rank, sigma.shape[-1])
-    root = sigma[..., :kept].sqrt()
-    error = (max(0.0, float(power[..., kept:].sum())) / total) ** 0.5 if total else 0.0
-    right = root[..., None] * Vh[..., :kept, :]
-    still = power.sum(-1)[..., None, None] == 0  # where nothing changes: with both factors at zero nothing would learn
-    right = torch.where(still, fresh(delta, kept, generator).right.to(right), right)
-    return LowRank(U[..., :kept] * root[..., None, :], right), error
+    kept = min(rank, len(sigma))
+    if total == 0:  # one factor as PEFT starts it: with both at zero nothing would learn
+        right = (2 * torch.rand(kept, delta.shape[1], generator=generator) - 1) / math.sqrt(delta.shape[1])
+        return LowRank(torch.zeros(len(delta), kept), right), 0.0
+    root = sigma[:kept].sqrt()
+    return LowRank(U[:, :kept] * root, root[:, None] * Vh[:kept]), (float(power[kept:].sum()) / total) ** 0.5

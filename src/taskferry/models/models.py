@@ -18,15 +18,21 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from taskferry.disk.files import is_finite, nearest
+from taskferry.disk.files import is_finite, nearest, read_json
 from taskferry.errors import TaskferryError
 from taskferry.models import huggingface, openclip, timm
-from taskferry.models.adapters import Adapter, Skeleton, in_body, is_adapter, read_adapter
-from taskferry.models.conversion import is_lora, read_converted
-from taskferry.models.expert_adapters import alike
 from taskferry.models.loaded import BUFFER, Loaded, to_device
+from taskferry.models.peft import (
+    CONFIG,
+    Adapter,
+    Skeleton,
+    alike,
+    in_body,
+    is_adapter,
+    read_adapter,
+    read_converted,
+)
 from taskferry.models.states import is_state_file, read_state
-from taskferry.models.vocabulary import resized
 from taskferry.taskvector import Delta, TaskVector, is_task_vector, match_names
 
 _FORMATS: tuple[ModuleType, ...] = (openclip, timm, huggingface)
@@ -136,7 +142,7 @@ def load_tuned(given: str | Path, base: Loaded) -> Tuned:
     given = str(given)
     path = Path(resolve(given))
     if is_adapter(path):
-        lora = is_lora(path)
+        lora = read_json(path / CONFIG).get("peft_type") in ("LORA", None)
         adapter = read_adapter(path, Skeleton.of(base.model)) if lora else read_converted(path, base.model)
         return Tuned(adapter.tau, adapter, adapter.ignored, given)
     if path.is_file():
@@ -240,3 +246,25 @@ def _from_state(path: Path, base: nn.Module) -> Tuned:
 
 def _known(name: str, parameters: dict[str, nn.Parameter]) -> bool:
     return name in parameters or any(alike(name, known) for known in parameters)
+
+
+def resized(base: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Names of the base's tables of tokens that have another number of rows in `shapes`, each with the reason to stay.
+
+    Only these: rows of any other parameter are no tokens, and another shape there means another base.
+    """
+    found = {}
+    for side in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            table = getattr(base, side, lambda: None)()
+        except (NotImplementedError, AttributeError):  # a model without one of them
+            continue
+        ours = {id(parameter) for parameter in table.parameters()} if isinstance(table, nn.Module) else set()
+        for name, parameter in base.named_parameters(remove_duplicate=False):
+            before, after = tuple(parameter.shape), shapes.get(name)
+            if id(parameter) in ours and after is not None and after != before and after[1:] == before[1:]:
+                found[name] = (
+                    f"the table of {after[0]} tokens, {before[0]} in the base: its rows are tokens, not a space of "
+                    "activations, and the target has tokens of its own"
+                )
+    return found

@@ -10,9 +10,8 @@ from torch import nn
 
 from taskferry.disk.files import read_json, write_plain_safetensors
 from taskferry.errors import TaskferryError
-from taskferry.models.folders import check_folder
 from taskferry.models.loaded import Loaded, as_stored
-from taskferry.models.states import add_to_state, read_state
+from taskferry.models.states import add_to_state, check_folder, read_state
 from taskferry.taskvector import TaskVector
 
 

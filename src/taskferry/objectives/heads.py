@@ -15,14 +15,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from taskferry.data.batch import Calibration
+from taskferry.collect.device import frozen, place_of, wide
+from taskferry.collect.scale import moved_by
+from taskferry.data.batch import Batch, Calibration
 from taskferry.data.data import Samples
 from taskferry.errors import TaskferryError
 from taskferry.layers import family_of
 from taskferry.models import Loaded, Tuned
-from taskferry.models.classifiers import class_count, class_names, counted, has_own_head
+from taskferry.models.classifiers import class_count, class_names, classifier_around, counted, has_own_head
+from taskferry.objectives.language import logits_of
 from taskferry.objectives.objectives import (
     Classifier,
     CrossProbe,
@@ -35,6 +39,7 @@ from taskferry.objectives.objectives import (
 )
 from taskferry.objectives.teacher import teacher_model
 from taskferry.settings import CalibrationSettings
+from taskferry.taskvector import TaskVector
 
 
 def objectives_of(
@@ -179,6 +184,74 @@ def taught(
             )
         classes = samples.classes if isinstance(head, ZeroShot) else class_names(teacher.model)
         return teacher_labels(teacher.model, calibration.side(0), head), classes
+
+
+def solved_head(
+    tuned: Tuned,
+    source: Loaded,
+    target: Loaded,
+    moved: TaskVector,
+    calibration: Calibration,
+    held_out: Calibration,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Solve a head of the target, which has none, by ridge regression to the tuned source's logits on the samples.
+
+    Args:
+        tuned: A classification LoRA with its head: one linear layer, saved beside the factors.
+        source: The base that it was made on.
+        target: The base that is to have the head.
+        moved: The change that the target has under it.
+        calibration: Samples that the head is made from.
+        held_out: Samples that count how often both heads give the same class.
+
+    Returns:
+        The head's tensors by name, and facts for the record; nothing of either where the head stays behind.
+    """
+    if tuned.adapter is None or tuned.adapter.config.get("task_type") not in (None, "SEQ_CLS"):
+        return {}, {}
+    saved = tuned.adapter.saved
+    name = next((name.removesuffix(".weight") for name, tensor in saved.items() if tensor.ndim == 2), "")
+    if (
+        not name
+        or "." in name
+        or not saved.keys() <= {f"{name}.weight", f"{name}.bias"}
+        or (has_own_head(target.model) and not target.absent)
+    ):
+        return {}, {}
+    weight, bias = saved[f"{name}.weight"].float(), saved.get(f"{name}.bias", torch.zeros(())).float()
+    readers = [classifier_around(model, name, len(weight)) for model in (source, target)]
+    read: list[list[Tensor]] = []  # what the heads read, of both models on both sets of samples
+    for side, (loaded, reader, tau) in enumerate(zip((source, target), readers, (tuned.tau, moved), strict=True)):
+        if reader is None:
+            return {}, {}
+        with moved_by(loaded.model, tau) as set_scale:
+            set_scale(1.0)
+            read.append([_head_inputs(reader, samples.side(side)) for samples in (calibration, held_out)])
+    (X_A, held_A), (X_B, held_B) = read
+    if X_A.shape[1] != weight.shape[1]:
+        return {}, {}
+    W, b = ridge(X_B, X_A @ weight.T + bias)
+    same = (held_A @ weight.T + bias).argmax(1) == (held_B @ W.T + b).argmax(1)
+    facts = {"layer": name, "classes": len(W), "agreement": round(float(same.double().mean()), 4)}
+    return {f"{name}.weight": W, f"{name}.bias": b}, facts
+
+
+def ridge(X: Tensor, Z: Tensor, share: float = 1e-2) -> tuple[Tensor, Tensor]:
+    """Solve min ‖X Wᵀ + b − Z‖² + ρ ‖W‖² for weight [classes, d] and bias, with ρ = share · mean of the diagonal."""
+    mean_x, mean_z = X.double().mean(0), Z.double().mean(0)
+    centred = X - mean_x
+    gram = centred.T @ centred
+    gram.diagonal().add_(share * gram.diagonal().mean() + torch.finfo(torch.float32).tiny)
+    W = torch.linalg.solve(gram, centred.T @ (Z - mean_z)).T
+    return W.float(), (mean_z - W @ mean_x).float()
+
+
+def _head_inputs(reader: nn.Module, batches: Sequence[Batch]) -> Tensor:
+    """Read [N, d] what the head of a classifier reads of each sample."""
+    family, place = family_of(reader), place_of(reader)
+    with torch.no_grad(), frozen(reader):
+        found = [logits_of(reader(**family.arguments(reader, batch.to(*place)))) for batch in batches]
+    return torch.cat([wide(each).cpu() for each in found])
 
 
 def _tokenize(loaded: Loaded) -> Callable[[list[str]], Any]:

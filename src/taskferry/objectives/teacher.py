@@ -31,8 +31,8 @@ from taskferry.data.batch import IGNORED, Batch, Calibration, joined, trimmed
 from taskferry.errors import TaskferryError
 from taskferry.layers import family_of
 from taskferry.models import Loaded, Tuned, load_model
-from taskferry.models.adapters import in_body
 from taskferry.models.models import resolve
+from taskferry.models.peft import in_body
 from taskferry.objectives.contrastive import Contrastive
 from taskferry.objectives.language import expected, is_sequence_to_sequence, logits_at, words_of
 from taskferry.objectives.objectives import Classifier, Head, LanguageModel, Objective

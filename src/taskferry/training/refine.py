@@ -24,8 +24,6 @@ from torch import nn
 
 from taskferry.collect.device import evaluating, place_of
 from taskferry.models import Skeleton, write_adapter
-from taskferry.models.conversion import peft_for
-from taskferry.models.expert_adapters import unstacked, wrapped
 from taskferry.objectives.teacher import Lesson, Tokens
 from taskferry.taskvector import Delta, LowRank, TaskVector
 
@@ -169,7 +167,7 @@ def learning(target: nn.Module, start: TaskVector) -> Iterator[Callable[[], Task
     """
     asked = [(parameter, parameter.requires_grad) for parameter in target.parameters()]
     skeleton = Skeleton.of(target)
-    as_lora = start.low_rank and all(name in skeleton.linear | skeleton.by_parameter for name in start.deltas)
+    as_lora = start.low_rank and start.deltas.keys() <= skeleton.linear
     try:
         with _factors(target, start, skeleton) if as_lora else _weights(target, start.dense()) as result:
             yield result
@@ -199,24 +197,19 @@ def _weights(target: nn.Module, start: TaskVector) -> Iterator[Callable[[], Task
 @contextmanager
 def _factors(target: nn.Module, start: TaskVector, skeleton: Skeleton) -> Iterator[Callable[[], TaskVector]]:
     """Let an adapter on PEFT's layers learn: as its user would load it, but trainable."""
-    peft = peft_for("refine a LoRA")
+    import peft
+
     with tempfile.TemporaryDirectory() as folder:
         write_adapter(Path(folder), start, skeleton, base_name="")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of names that PEFT still asks transformers for
             adapted = peft.PeftModel.from_pretrained(target, folder, is_trainable=True)
-    by_parameter = [name for name in start.deltas if name in skeleton.by_parameter]
 
     def result() -> TaskVector:
         found: dict[str, Delta] = {}
         for name in start.deltas:
-            path = name.removesuffix(".weight")
-            if name in by_parameter:
-                path = wrapped(name, by_parameter, skeleton.parameters)
-            layer: Any = target.get_submodule(path)
+            layer: Any = target.get_submodule(name.removesuffix(".weight"))
             A, B = (side["default"].weight.detach().clone() for side in (layer.lora_A, layer.lora_B))
-            if name in skeleton.stacked:
-                A, B = unstacked(A, B, skeleton.parameters[name][0])
             change = LowRank(B, A)
             found[name] = change.T if name in skeleton.transposed else change
         return TaskVector(found, start.coverage)

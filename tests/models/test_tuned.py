@@ -1,4 +1,4 @@
-"""Fine-tunes whose vocabulary grew: everything but the tables of tokens moves."""
+"""Full fine-tunes beside their base: grown vocabularies, other heads, tensors that the base has no use for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from taskferry import TaskferryError
+from taskferry.models import load_model, load_tuned
+from taskferry.objectives.teacher import check_whole, teacher_model
 from tests.helpers import folders
 from tests.helpers.command import Ran, taskferry
 
@@ -67,3 +70,44 @@ def test_a_state_file_with_more_tokens(world: Path, tmp_path: Path) -> None:
 def test_another_shape_elsewhere_is_another_base(world: Path, tmp_path: Path) -> None:
     folders.causal(tmp_path / "wide", "LlamaForCausalLM", 32, 2, 1)
     assert "give the base model that was tuned" in moved(world, tmp_path / "wide", tmp_path / "out", code=2).err
+
+
+def test_heads_may_differ(tmp_path: Path) -> None:
+    """A masked language model as base, a classifier as its fine-tune: the commonest case there is."""
+    folders.encoder(tmp_path / "base", 16, 2, 1, "BertForMaskedLM")
+    classifier = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        classifier.bert.encoder.layer[0].output.dense.weight.add_(0.1)
+    classifier.save_pretrained(tmp_path / "tuned")
+    found = load_tuned(tmp_path / "tuned", load_model(tmp_path / "base"))
+    assert list(found.tau.deltas) == ["bert.encoder.layer.0.output.dense.weight"]
+    assert any("classifier" in name for name in found.ignored)
+
+
+def test_what_the_base_has_no_use_for_is_no_hindrance(world: Path, tmp_path: Path) -> None:
+    """Tensors of another class in a fine-tune's files, and the second name of a tied weight."""
+    folders.shifted(world / "a", tmp_path / "tuned")
+    file = tmp_path / "tuned" / "model.safetensors"
+    save_file({**load_file(file), "v_head.summary.weight": torch.zeros(1, 32)}, file, {"format": "pt"})
+    tuned = load_tuned(tmp_path / "tuned", load_model(world / "a"))
+    assert list(tuned.ignored) == ["v_head.summary.weight"]
+    check_whole(tuned, "leave --refine out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(world / "a", tie_word_embeddings=True)
+    folders.save(model, tmp_path / "tied")
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    assert not load_tuned(tmp_path / "state.pt", load_model(tmp_path / "tied")).ignored
+
+
+def test_a_resized_fine_tune_teaches_as_it_was_saved_or_not_at_all(world: Path, tmp_path: Path) -> None:
+    base = load_model(world / "a")
+    tuned = load_tuned(world / "more", base)
+    with teacher_model(base, tuned) as teacher:
+        assert teacher.model.get_input_embeddings().num_embeddings == 408
+    with pytest.raises(TaskferryError, match="leave --refine out"):
+        check_whole(tuned, "leave --refine out")
+    torch.save(transformers.LlamaForCausalLM.from_pretrained(world / "more").state_dict(), tmp_path / "more.pt")
+    with (
+        pytest.raises(TaskferryError, match="give labels"),
+        teacher_model(base, load_tuned(tmp_path / "more.pt", base)),
+    ):
+        pass
