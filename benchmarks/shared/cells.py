@@ -184,9 +184,10 @@ class Bench:
             loaded = self.model(name)
             student = copy.deepcopy(loaded.model).requires_grad_(True)
             pool = Pool(self.samples(task)[0], loaded, max_length=spec.max_length)
-            new, loss = None, self.head(name, task).bind(student, [])
             if recipe.head == "probe":
                 new, loss = new_head(student, pool, self.classes(task))
+            else:
+                new, loss = None, self.head(name, task).bind(student, [])
             train(student, pool, loss, recipe.finetune, new)
             path.parent.mkdir(parents=True, exist_ok=True)
             before = dict(loaded.model.named_parameters())
