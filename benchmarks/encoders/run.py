@@ -11,7 +11,6 @@ probe that is fitted on the same hundred.
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -24,13 +23,12 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=["real/text", "real/vision"])
     cells.add_options(parser)
     options = parser.parse_args()
-    started, shared, texts = time.process_time(), common.need_shared(), []
+    shared, texts = common.need_shared(), []
     for name in options.recipes[:1] if options.quick else options.recipes:
         recipe = cells.narrowed(cells.load_recipe(name), options)
         done = cells.run_recipe(recipe, cells.Places(shared / "models", shared / "data"), options)
         texts.append(f"{recipe.title}\n\n{tables.summary(done)}\n\n{tables.scores(done)}")
         print(texts[-1], flush=True)
-    print(f"{time.process_time() - started:.0f} CPU-seconds")
     if options.json is not None:
         options.json.with_suffix(".md").write_text("\n\n".join(texts) + "\n")
 

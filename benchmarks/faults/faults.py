@@ -147,26 +147,19 @@ class Faults:
         left = [p for p in jobs.stray(folder) if not p.endswith(".groups")]  # kept to go on from
         return f"{what}: left over {left}" if left else None
 
-    def read_errors(self, tries: int) -> Row:
-        """A shard that ends in the middle, and a disk that fails while tensors are read."""
-        row = Row("read error in the middle of a shard")
+    def cut_shards(self, tries: int) -> Row:
+        """A file of weights that ends in the middle."""
+        row = Row("a shard that ends in the middle")
         for name, shard in (("transfer", "base-b/model.safetensors"), ("blockwise", "llama-b/model.safetensors"),
                             ("apply", "a-to-b.alignment")):  # fmt: skip
             wanted, _ = self.known(name)
             path = self.world.root / shard
             whole = path.read_bytes()
-            for i in range(tries):
+            for _ in range(tries):
                 cut = self.random.randrange(1, len(whole))
-                folder = jobs.clear(self.work / "cut")
-                if i % 2:
-                    path.write_bytes(whole[:cut])
-                    wrong = self._refused(name, folder, wanted, f"{name}, {shard} cut at {cut}")
-                    path.write_bytes(whole)
-                else:
-                    number = self.random.randrange(1, 12)
-                    with jobs.failing_reads(number):
-                        wrong = self._refused(name, folder, wanted, f"{name}, read {number} fails")
-                row.count(wrong)
+                path.write_bytes(whole[:cut])
+                row.count(self._refused(name, jobs.clear(self.work / "cut"), wanted, f"{name}, {shard} cut at {cut}"))
+                path.write_bytes(whole)
         return row
 
     def changing(self, tries: int) -> Row:
@@ -265,7 +258,7 @@ def all_rows(faults: Faults, only: str | None) -> Iterator[Row]:
         "write": lambda: (
             faults.failing_write(n, 4 if quick else 1000) for n in ("fit", "apply", "transfer", "blockwise")
         ),
-        "read": lambda: (faults.read_errors(2 if quick else 12) for _ in range(1)),
+        "read": lambda: (faults.cut_shards(2 if quick else 12) for _ in range(1)),
         "change": lambda: (faults.changing(2 if quick else 12) for _ in range(1)),
         "load": lambda: (
             run(n) for run, n in ((faults.many, 200 if quick else 1000), (faults.at_once, 4 if quick else 10))

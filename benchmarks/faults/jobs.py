@@ -196,53 +196,6 @@ def no_room() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-class failing_reads:
-    """In forks made inside: the n-th tensor read from a safetensors file fails as a broken disk does."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __enter__(self) -> None:
-        import safetensors
-        import safetensors.torch
-        import transformers.modeling_utils
-
-        import taskferry.disk.files
-        import taskferry.engines.lazy
-
-        real, left = safetensors.safe_open, [self.number]
-
-        class Failing:
-            def __init__(self, *given: Any, **named: Any) -> None:
-                self.file = real(*given, **named)
-
-            def __enter__(self) -> Failing:
-                self.file.__enter__()
-                return self
-
-            def __exit__(self, *given: Any) -> None:
-                self.file.__exit__(*given)
-
-            def __getattr__(self, name: str) -> Any:
-                if name in ("get_tensor", "get_slice"):
-                    left[0] -= 1
-                    if left[0] == 0:
-                        raise OSError(errno.EIO, os.strerror(errno.EIO))
-                return getattr(self.file, name)
-
-        self.places = [
-            (module, module.safe_open)
-            for module in (safetensors.torch, taskferry.disk.files, taskferry.engines.lazy, transformers.modeling_utils)
-            if hasattr(module, "safe_open")
-        ]
-        for module, _ in self.places:
-            module.safe_open = Failing
-
-    def __exit__(self, *given: object) -> None:
-        for module, before in self.places:
-            module.safe_open = before
-
-
 def changing(world: World, name: str, path: Path, steps: int) -> Callable[[], None]:
     """A job during which a file is written to, at a step that it tells."""
 

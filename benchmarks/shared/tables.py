@@ -40,10 +40,6 @@ class Key:
     def place(self) -> tuple[str, str, str]:
         return self.task, self.source, self.target
 
-    @property
-    def order(self) -> int:
-        return int(self.count.removesuffix("K"))
-
 
 @dataclass(frozen=True)
 class Found:

@@ -24,31 +24,11 @@ import torch
 from torch import nn
 
 from benchmarks.shared import common
-from taskferry import Batch, Calibration, TaskVector, __version__, fit
+from benchmarks.speed.speed import llama_pair
+from taskferry import TaskVector, __version__, fit
 from taskferry.objectives.objectives import LanguageModel
 
-FULL = {"width": 1024, "depth": 4, "length": 128, "samples": 32}
-QUICK = {"width": 64, "depth": 1, "length": 16, "samples": 8}
-
-
-def llama(width: int, depth: int) -> nn.Module:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=1000, hidden_size=width, intermediate_size=width, num_hidden_layers=depth, num_attention_heads=8,
-        num_key_value_heads=8, max_position_embeddings=512,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def tokens(samples: int, length: int, micro_batch: int = 8) -> Calibration:
-    generator = torch.Generator().manual_seed(0)
-    pairs = []
-    for start in range(0, samples, micro_batch):
-        ids = torch.randint(0, 1000, (min(micro_batch, samples - start), length), generator=generator)
-        batch = Batch({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
-        pairs.append((batch, batch))
-    return Calibration(pairs)
+WIDTHS, QUICK = (1024, 1280), (128, 160)
 
 
 def main() -> None:
@@ -60,27 +40,26 @@ def main() -> None:
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("no GPU that this torch can use: run it where torch.cuda.is_available() is true")
-    row = measure(device, QUICK if given.quick else FULL)
+    row = measure(device, *((QUICK, 8) if given.quick else (WIDTHS, 32)))
     print(common.table(["precision", "capture, solve s", "apply s", "device memory MiB", "off the CPU's"], lines(row)))
     if given.json is not None:
         given.json.write_text(json.dumps(row, indent=1) + "\n")
 
 
-def measure(device: torch.device, size: dict[str, int]) -> dict[str, Any]:
+def measure(device: torch.device, widths: tuple[int, int], count: int) -> dict[str, Any]:
     """The row of one device."""
-    torch.manual_seed(0)
-    A, B = llama(size["width"], size["depth"]), llama(size["width"] + size["width"] // 4, size["depth"])
+    pair = llama_pair(count, widths)
+    A, B, samples = pair.A, pair.B, pair.calibration
     generator = torch.Generator().manual_seed(1)
     tau = TaskVector(
         {n: 0.01 * torch.randn(p.shape, generator=generator) for n, p in A.named_parameters() if "proj" in n}
     )
-    samples = tokens(size["samples"], size["length"])
     expected = stages(A, B, samples, tau)["moved"]
     row: dict[str, Any] = {
         "taskferry": __version__,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or device.type,
-        "models": size,
+        "models": {"widths": widths, "blocks": 2, "samples": count, "tokens": 128},
         "rows": [],
     }
     for dtype in (torch.float32, torch.bfloat16):

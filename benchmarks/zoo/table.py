@@ -12,7 +12,6 @@ the mean over its draws.
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -28,13 +27,12 @@ def main() -> None:
     parser = common.parser(__doc__)
     cells.add_options(parser)
     options = parser.parse_args()
-    started = time.process_time()
     recipe = cells.narrowed(cells.load_recipe("zoo/frontier"), options)
     for task in recipe.tasks:
         zoo_tasks.write(task, common.DATA / "tasks")
     done = cells.run_recipe(recipe, cells.Places(zoo_data.ZOO, common.DATA / "tasks"), options)
     text = tables.summary(done)
-    print(f"{text}\n\n{tables.scores(done)}\n\n{time.process_time() - started:.0f} CPU-seconds")
+    print(f"{text}\n\n{tables.scores(done)}")
     if options.json is not None:
         options.json.with_suffix(".md").write_text(text + "\n")
     failures = []
