@@ -27,8 +27,8 @@ def main() -> None:
     for name in options.recipes[:1] if options.quick else options.recipes:
         recipe = cells.narrowed(cells.load_recipe(name), options)
         done = cells.run_recipe(recipe, cells.Places(shared / "models", shared / "data"), options)
-        texts.append(f"{recipe.title}\n\n{tables.summary(done)}\n\n{tables.scores(done)}")
-        print(texts[-1], flush=True)
+        texts.append(f"{recipe.title}\n\n{tables.summary(done)}")
+        print(f"{texts[-1]}\n\n{tables.scores(done)}", flush=True)
     if options.json is not None:
         options.json.with_suffix(".md").write_text("\n\n".join(texts) + "\n")
 

@@ -218,8 +218,8 @@ def digest(path: Path, *, rename: tuple[bytes, bytes] = (b"", b"")) -> str:
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     for file in files:
         content = file.read_bytes()
-        if file.name == "taskferry.json":  # its times and memory differ
-            content = json.dumps({k: v for k, v in json.loads(content).items() if k != "work"}).encode()
+        if file.name == "taskferry.json":  # its time differs
+            content = json.dumps({k: v for k, v in json.loads(content).items() if k != "seconds"}).encode()
         content = content.replace(*rename) if rename[0] else content
         found.update(f"{file.relative_to(path)}:{len(content)}:".encode() + content)
     return found.hexdigest() if files else "nothing"
