@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from taskferry import Alignment, Batch, Calibration, LowRank, TaskferryError, TaskVector, fit
-from taskferry.collect.solve import NO_SIGNAL, UNREACHED
+from taskferry.collect.maps import NO_SIGNAL, UNREACHED, Maps
 from tests.helpers.architectures import PACKED
 from tests.helpers.tiny import TINY, tuned
 
@@ -35,7 +35,7 @@ def test_coverage_has_every_parameter_with_its_reason(llama: Alignment) -> None:
     assert "task head" in kept["lm_head.weight"]
     assert "embedding" in kept["model.embed_tokens.weight"]
     assert "normalisation" in kept["model.layers.0.input_layernorm.weight"]
-    assert coverage.unused == {"lm_head.weight": "no site of the target takes it"}
+    assert coverage.unused == {"lm_head.weight": "no layer of the target takes it"}
     assert coverage["model.layers.1.self_attn.q_proj.weight"].sources == ("model.layers.1.self_attn.q_proj.weight",)
     assert coverage.summary().startswith("3 of 30 parameters of the target moved")
     assert len(coverage.to_json()["rows"]) == 30
@@ -140,7 +140,7 @@ def test_the_calibration_set_is_checked() -> None:
 def test_provenance_tells_what_was_fitted(llama: Alignment) -> None:
     tiny = TINY["llama"]
     again = fit(tiny.model(16, 2, 1), tiny.model(24, 3, 2), tiny.calibration(), tiny.objective)
-    other = fit(tiny.model(16, 2, 3), tiny.model(24, 3, 2), tiny.calibration(), tiny.objective, map_rank="full")
+    other = fit(tiny.model(16, 2, 3), tiny.model(24, 3, 2), tiny.calibration(), tiny.objective, maps=Maps(rank="full"))
     assert again.provenance == llama.provenance
     assert other.provenance["source"] != llama.provenance["source"]
     assert other.provenance["target"] == llama.provenance["target"]
@@ -225,21 +225,6 @@ def test_task_vectors_moved_together_are_those_moved_alone(llama: Alignment) -> 
         assert alone.coverage == together.coverage
     with pytest.raises(TaskferryError, match="made on another base model"):
         llama.apply_all([dense, TaskVector({"model.layers.0.self_attn.q_proj.weight": torch.ones(3, 3)})])
-
-
-def test_a_scale_goes_into_the_output_maps(llama: Alignment) -> None:
-    """Also where maps are two factors."""
-    tiny = TINY["llama"]
-    A = tiny.model(16, 2, 1)
-    tau = TaskVector.between(dict(A.named_parameters()), tuned(A))
-    moved = llama.apply(tau)
-    factored = fit(A, tiny.model(24, 3, 2), tiny.calibration(), tiny.objective, factored=True)
-    for alignment in (llama, factored):
-        scaled = alignment.times(-2.0).apply(tau)
-        for name, delta in moved.deltas.items():
-            assert torch.allclose(scaled.deltas[name], -2.0 * delta, atol=1e-5)
-    again = llama.apply(tau)  # the alignment itself stays as it was
-    assert all(torch.equal(again.deltas[name], delta) for name, delta in moved.deltas.items())
 
 
 def test_the_table_has_a_row_for_each_pair(llama: Alignment) -> None:

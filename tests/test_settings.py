@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from taskferry import Calibration, TaskferryError, TaskVector, fit
+from taskferry.collect.maps import Maps
 from taskferry.disk.records import as_json
 from taskferry.jobs.settings import TransferSettings
 from taskferry.methods import Job, methods, run
@@ -66,7 +67,7 @@ def test_full_rank_is_another_result_where_samples_are_few() -> None:
     ours = run("bico", Job.of(A, B, tau, calibration, tiny.objective)).tau
     assert relative(torch.cat([paper.deltas[n].flatten() for n in ours.deltas]),
                     torch.cat([d.flatten() for d in ours.deltas.values()])) > 0.1  # fmt: skip
-    for R in fit(A, B, calibration, tiny.objective, map_rank="full").R_in.values():
+    for R in fit(A, B, calibration, tiny.objective, maps=Maps(rank="full")).R_in.values():
         R = R.dense().double()
         assert relative(R @ R.T, torch.eye(len(R), dtype=R.dtype)) < 1e-5
 

@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,10 @@ from benchmarks.shared.rows import ROWS, move
 from benchmarks.zoo import zoo_data, zoo_tasks
 from taskferry import Batch, Calibration, Pool, fit
 from taskferry.collect.capture import Side, collect
-from taskferry.collect.statistics import Capture, Paired
+from taskferry.collect.maps import Maps, Sums
 from taskferry.layers.discovery import find_sites
 from taskferry.layers.pairing import Pair
+from taskferry.linalg.sums import CrossCovariance
 from taskferry.objectives.objectives import ForwardOnly
 
 PAIRS = (("narrow", "twin"), ("narrow", "wide"))
@@ -48,39 +49,34 @@ LOOKS = 10  # along a fine-tune
 Rows = dict[tuple[str, str], tuple[Tensor, Tensor]]  # ("in" or "out", layer): the same tokens of both models
 
 
-@dataclass
-class Kept:
-    """All rows of one place: the zoo is small."""
+class Kept(CrossCovariance):
+    """All rows of one place that have a direction: the zoo is small."""
 
-    parts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def add(self, X_A: Tensor, X_B: Tensor) -> None:
-        self.parts.append((X_A.detach().double(), X_B.detach().double()))
+    def _few(self) -> bool:
+        return True
 
     def both(self) -> tuple[Tensor, Tensor]:
-        A, B = (torch.cat(side) for side in zip(*self.parts, strict=True))
-        alive = A.any(1) & B.any(1)  # padding, and tokens without a gradient, have no direction
-        return A[alive], B[alive]
+        A, B = (torch.cat(side).double() for side in zip(*self.kept, strict=True))
+        return A, B
 
 
-@dataclass
-class AllRows(Paired[Kept]):
+class AllRows(Sums):
     """Of every layer."""
 
-    def start(self, inputs: bool, site: str, d_A: int, d_B: int) -> Kept:  # noqa: ARG002
-        return Kept()
+    def start(self, d_A: int, d_B: int) -> Kept:
+        return Kept(d_A, d_B)
 
 
 def rows_of(
     models: Sequence[nn.Module], pairs: Iterable[Pair], calibration: Calibration, objectives: Sequence[Any],
-    capture: Capture,
+    maps: Maps,
 ) -> Rows:  # fmt: skip
     kept = AllRows()
     sides = [
         Side(model, objective.bind(model, calibration.side(i)))
         for i, (model, objective) in enumerate(zip(models, objectives, strict=True))
     ]
-    collect(kept, *sides, list(pairs), calibration, capture=capture)
+    collect(kept, *sides, list(pairs), calibration, maps)
     return {
         (side, name): sums.both()
         for side, found in (("in", kept.inputs), ("out", kept.outputs))
@@ -127,7 +123,7 @@ def agreement(first: nn.Module, model: nn.Module, batches: Sequence[Batch]) -> l
     """Two models of one architecture, layer by layer: cosine of outputs, direction and length of inputs."""
     pairs = [Pair(site, site) for site in find_sites(first)]
     same = Calibration((batch, batch) for batch in batches)
-    rows = rows_of((first, model), pairs, same, (ForwardOnly(), ForwardOnly()), Capture(outputs="activations"))
+    rows = rows_of((first, model), pairs, same, (ForwardOnly(), ForwardOnly()), Maps(outputs="activations"))
     blocks, found = {pair.target.name: pair.target.block for pair in pairs}, []
     for (side, name), (X, Y) in rows.items():
         before = vector_norm(X, dim=1)
@@ -145,7 +141,7 @@ def study(bench: Bench, source: str, target: str, task: str) -> dict[str, Any]:
     pairs = [Pair(pair.source, pair.target) for pair in alignment.pairs]
     found: dict[str, Any] = {"geometry": geometry(alignment), "outputs": {}}
     for name, draw in (("fit", prepared), ("fresh", fresh)):
-        rows = rows_of((A, B), pairs, draw.calibration, draw.objectives, Capture())
+        rows = rows_of((A, B), pairs, draw.calibration, draw.objectives, Maps())
         found[name] = similarity(rows, alignment)
     tuned = bench.tuned(target, task).add_to(copy.deepcopy(B))
     for row in ("target as it is", *MOVED):

@@ -34,7 +34,7 @@ from benchmarks.shared import common
 from taskferry import Alignment, Batch, Calibration, TaskVector, fit
 from taskferry.collect.capture import Side, collect
 from taskferry.collect.device import frozen
-from taskferry.collect.statistics import Statistics
+from taskferry.collect.maps import Maps, Sums
 from taskferry.layers.discovery import find_sites
 from taskferry.layers.pairing import pair_sites
 from taskferry.linalg.sums import CrossCovariance
@@ -151,7 +151,7 @@ class _from_the_first_layer:
         self.handle.remove()
 
 
-def shapes(found: Statistics) -> list[tuple[int, int, int]]:
+def shapes(found: Sums) -> list[tuple[int, int, int]]:
     """(rows, d_A, d_B) of every map."""
     return [(s.rows, s.d_A, s.d_B) for s in [*found.inputs.values(), *found.outputs.values()]]
 
@@ -218,8 +218,8 @@ def measure(
     pair = make()
     bound = losses(pair)
     sites, _ = pair_sites(find_sites(pair.A), find_sites(pair.B))
-    sums = Statistics()
-    collect(sums, Side(pair.A, bound[0]), Side(pair.B, bound[1]), sites, pair.calibration)
+    sums = Sums()
+    collect(sums, Side(pair.A, bound[0]), Side(pair.B, bound[1]), sites, pair.calibration, Maps())
     maps = shapes(sums)
     svd = _svd_seconds([*sums.inputs.values(), *sums.outputs.values()])
     del sums

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from taskferry.assembly import Assembly
 from taskferry.coverage import Coverage, Row, Status
 from taskferry.disk.files import hash_tensor, is_kind, open_safetensors, write_safetensors
 from taskferry.display.tables import ROWS, panel
@@ -28,9 +26,9 @@ from taskferry.layers.site import Site
 from taskferry.linalg.precision import full_precision
 from taskferry.linalg.procrustes import Map, bilinear
 from taskferry.linalg.sums import Quality
-from taskferry.taskvector import Delta, LowRank, TaskVector, match_names, scale_delta, to_device
+from taskferry.taskvector import Delta, LowRank, TaskVector, as_dense, match_names, to_device
 
-FORMAT = "taskferry alignment 1"
+FORMAT = "taskferry alignment 2"
 NO_CHANGE = "unchanged by the fine-tune"
 
 
@@ -75,83 +73,53 @@ class Alignment:
         for pair in self.pairs:
             for move in moves:
                 move.add(pair)
-        return [TaskVector(move.moved(), self._coverage(move.assembly, set(move.deltas) - move.used)) for move in moves]
+        return [move.moved() for move in moves]
 
-    @cached_property
-    def _lost_parts(self) -> dict[str, list[str]]:
-        """Packed parameter -> its parts that are not moved, with the reasons; experts of one reason together."""
-        lost: dict[str, list[str]] = {}
-        experts: dict[tuple[str, str], dict[str, None]] = {}
-        for site, why in self.reasons.items():
-            name, _, part = site.partition("#")
-            if part and part.partition(".")[0].isdigit():
-                experts.setdefault((name, why), {})[part.partition(".")[0]] = None
-            elif part:
-                lost.setdefault(name, []).append(f"{site}: {why}")
-        for (name, why), numbers in experts.items():
-            lost.setdefault(name, []).append(f"experts {', '.join(numbers)}: {why}")
-        return lost
+    def joined(self, other: Alignment) -> Alignment:
+        """The maps of both, of other layers each."""
+        return replace(
+            self,
+            pairs=self.pairs + other.pairs,
+            R_in={**self.R_in, **other.R_in},
+            R_out={**self.R_out, **other.R_out},
+            quality_in={**self.quality_in, **other.quality_in},
+            quality_out={**self.quality_out, **other.quality_out},
+            reasons={**self.reasons, **other.reasons},
+        )
 
-    def _coverage(self, assembly: Mapping[str, Assembly], unused: set[str]) -> Coverage:
+    def _coverage(self, parts: Mapping[str, _Parts], unused: set[str]) -> Coverage:
+        lost: dict[str, list[str]] = {}  # packed parameter -> its parts that do not move
+        for name, why in self.reasons.items():
+            parameter, packed, _ = name.partition("#")
+            if packed:
+                lost.setdefault(parameter, []).append(f"{name}: {why}")
         rows = []
         for name, shape in self.target_parameters.items():
-            part = assembly.get(name)
+            part = parts.get(name)
             if part is None:
-                rows.append(Row(name, shape, "kept", self.reasons.get(name, "no site uses it")))
-                continue
-            reason = f"{NO_CHANGE} ({', '.join(dict.fromkeys(part.missing))})" if part.parts and part.missing else ""
-            lost = self._lost_parts.get(name, [])
-            if part.parts:
-                whole = not part.missing and not lost
-                reason = "; ".join(filter(None, [reason, *lost]))
-                status: Status = "moved" if whole else "partly"
-                rows.append(Row(name, shape, status, reason, tuple(part.sources), "; ".join(part.notes)))
-            else:
+                rows.append(Row(name, shape, "kept", self.reasons.get(name, "no layer uses it")))
+            elif not part.found:
                 rows.append(Row(name, shape, "kept", NO_CHANGE))
+            else:
+                still = [f"{NO_CHANGE} ({', '.join(dict.fromkeys(part.missing))})"] if part.missing else []
+                reasons = [*still, *lost.get(name, [])]
+                status: Status = "partly" if reasons else "moved"
+                rows.append(Row(name, shape, status, "; ".join(reasons), tuple(part.sources), "; ".join(part.notes)))
         paired = {pair.source.weight for pair in self.pairs} | {pair.source.bias for pair in self.pairs}
-        why = {
-            name: "the target has no bias there" if name in paired else "no site of the target takes it"
+        left = {
+            name: "the target has no bias there" if name in paired else "no layer of the target takes it"
             for name in sorted(unused)
         }
-        moved = {name for part in assembly.values() for name in part.sources}
-        for name in moved & self._rest.keys():
-            why |= dict.fromkeys(self._rest[name], "no site of the target takes this part of it")
-        for name, experts in self._experts.items():
-            if name in moved:
-                left = sorted(set(range(self.source_parameters[name][0])) - experts)
-                why |= {f"{name}#{expert}": "no expert of the target takes it" for expert in left}
-        return Coverage(tuple(rows), why)
-
-    @cached_property
-    def _rest(self) -> dict[str, list[str]]:
-        """Packed parameters of the source that move in part -> the outputs that no pair takes.
-
-        As slices of the parameter: `weight#64:96`, or `weight#:,64:96` where outputs are its columns.
-        """
-        taken: dict[tuple[str, str], Tensor] = {}
-        for site in (pair.source for pair in self.pairs):
-            for name in filter(None, (site.weight, site.bias) if site.rows and site.expert is None else ()):
-                shape = self.source_parameters[name]
-                across = site.transposed and len(shape) == 2
-                outputs = torch.arange(shape[-1 if across else 0])
-                mask = taken.setdefault((name, ":," if across else ""), torch.zeros(len(outputs), dtype=torch.bool))
-                mask[site.own(outputs)] = True
-        rest: dict[str, list[str]] = {}
-        for (name, at), mask in taken.items():
-            edges = (mask.diff().nonzero().flatten() + 1).tolist()
-            for first, last in pairwise([0, *edges, len(mask)]):
-                if not mask[first]:
-                    rest.setdefault(name, []).append(f"{name}#{at}{first}:{last}")
-        return rest
-
-    @cached_property
-    def _experts(self) -> dict[str, set[int]]:
-        """The source's parameters of experts -> those of them that some pair takes."""
-        taken: dict[str, set[int]] = {}
-        for pair in self.pairs:
-            if pair.source.expert is not None:
-                taken.setdefault(pair.source.weight, set()).add(pair.source.expert)
-        return taken
+        taken: dict[str, dict[str, int]] = {}  # packed weight of the source -> the outputs of each part that moves
+        for source in (pair.source for pair in self.pairs):
+            if source.rows is not None and source.weight not in unused:
+                taken.setdefault(source.weight, {})[source.name] = source.shape[0]
+        moved = {name for part in parts.values() for name in part.sources}
+        for name in moved & taken.keys():
+            transposed = next(pair.source.transposed for pair in self.pairs if pair.source.weight == name)
+            if sum(taken[name].values()) < self.source_parameters[name][-1 if transposed else 0]:
+                left[name] = "no layer of the target takes some of its outputs"
+        return Coverage(tuple(rows), left)
 
     def __repr__(self) -> str:
         return f"Alignment({len(self.pairs)} pairs of sites, {len(self.R_in)} input and {len(self.R_out)} output maps)"
@@ -284,8 +252,53 @@ def is_alignment(path: str | Path) -> bool:
     return is_kind(path, FORMAT)
 
 
+@dataclass
+class _Parts:
+    """What the layers of one target parameter take: rows of a packed matrix, or all of it."""
+
+    shape: tuple[int, ...]
+    found: list[tuple[Site, Delta]] = field(default_factory=list)
+    sources: dict[str, None] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)  # roles of layers whose source does not change
+
+    def add(self, layer: Site, source: str, delta: Delta, note: str) -> None:
+        """What a layer takes from a parameter of the source; a note says how that was chosen."""
+        self.found.append((layer, delta))
+        self.sources[source] = None
+        if note:
+            self.notes[note] = None
+
+    def together(self) -> Delta:
+        """The change of the whole parameter, as it is stored; rows that do not move are zero."""
+        first, delta = self.found[0]
+        if first.rows is not None:
+            out = self.shape[-1] if first.transposed else self.shape[0]
+            low = [(layer, part) for layer, part in self.found if isinstance(part, LowRank)]
+            if len(low) == len(self.found):
+                delta = _side_by_side(low, out)
+            else:
+                dense = [(layer, as_dense(part)) for layer, part in self.found]
+                delta = dense[0][1].new_zeros(out, *dense[0][1].shape[1:])
+                for layer, part in dense:
+                    layer.put(part, delta)
+        if isinstance(delta, LowRank):
+            return delta.T if first.transposed else delta
+        return (delta.T.contiguous() if first.transposed and delta.ndim == 2 else delta).reshape(self.shape)
+
+
+def _side_by_side(parts: Sequence[tuple[Site, LowRank]], out: int) -> LowRank:
+    """Parts that share their right factor keep their rank; others stand side by side."""
+    groups: dict[int, LowRank] = {}
+    for layer, part in parts:
+        group = groups.setdefault(id(part.right), LowRank(part.left.new_zeros(out, part.rank), part.right))
+        layer.put(part.left, group.left)
+    left, right = zip(*((group.left, group.right) for group in groups.values()), strict=True)
+    return LowRank(torch.cat(left, 1), torch.cat(right))
+
+
 class _Move:
-    """One task vector on its way, site by site."""
+    """One task vector on its way, layer by layer."""
 
     def __init__(self, alignment: Alignment, tau: TaskVector) -> None:
         self.alignment = alignment
@@ -298,53 +311,48 @@ class _Move:
                     f"{name}: the task vector's change is {tuple(delta.shape)}, this alignment's source has "
                     f"{tuple(shapes[name])}: was it made on another base model?"
                 )
-        self.assembly: dict[str, Assembly] = {}
-        # One product A R_in for the parts of a packed matrix.
-        self.rights: dict[tuple[str, int | None, str], Tensor] = {}
+        self.parts: dict[str, _Parts] = {}
+        self.rights: dict[tuple[str, str], Tensor] = {}  # one product A R_in for the parts of a packed matrix
         self.used: set[str] = set()
 
     def add(self, pair: AlignedPair) -> None:
         source, target = pair.source, pair.target
         R_in, R_out = self.alignment.R_in[pair.reads], self.alignment.R_out[target.name]
-        weight = self._part(target.weight)
-        if source.weight in self.deltas:
-            delta = self._beside(source.weight, R_out)
-            self.used.add(source.weight)
-            if isinstance(delta, LowRank):
-                own = delta if source.expert is None else delta.expert(source.expert)
-                own = own.T if source.transposed else own
-                left = source.own(own.left)
-                key = (source.weight, source.expert, pair.reads)
-                if key not in self.rights:
-                    self.rights[key] = R_in(own.right)
-                moved: Delta = LowRank(R_out.columns(left), self.rights[key])
-            else:
-                moved = bilinear(R_out, source.read(delta), R_in)
-            weight.add(
-                target, source.weight, moved if target.share == 1 else scale_delta(moved, target.share), pair.note
-            )
+        delta = self._change(source.weight, R_out)
+        if delta is None:
+            self._parts(target.weight).missing.append(target.role)
+        elif isinstance(delta, LowRank):
+            own = delta.T if source.transposed else delta
+            key = (source.weight, pair.reads)
+            if key not in self.rights:
+                self.rights[key] = R_in(own.right)
+            moved = LowRank(R_out.columns(source.own(own.left)), self.rights[key])
+            self._parts(target.weight).add(target, source.weight, moved, pair.note)
         else:
-            weight.miss(target)
-        if target.bias is not None:
-            bias = self._part(target.bias)
-            name = source.bias
-            shift = None if name is None or name not in self.deltas else self._beside(name, R_out)
-            if source.bias is not None and isinstance(shift, Tensor):
-                self.used.add(source.bias)
-                bias.add(target, source.bias, target.share * R_out(source.read(shift)[None])[0], pair.note)
-            else:
-                bias.miss(target)
+            moved_dense = bilinear(R_out, source.read(delta), R_in)
+            self._parts(target.weight).add(target, source.weight, moved_dense, pair.note)
+        if target.bias is None:
+            return
+        shift = None if source.bias is None else self._change(source.bias, R_out)
+        if source.bias is None or not isinstance(shift, Tensor):
+            self._parts(target.bias).missing.append(target.role)
+        else:
+            self._parts(target.bias).add(target, source.bias, R_out(source.read(shift)[None])[0], pair.note)
 
-    def _beside(self, name: str, R: Map) -> Delta:
+    def _change(self, name: str, R: Map) -> Delta | None:
         """A change where the maps lie: it is much smaller than they are, or was made there."""
-        delta = self.deltas[name] = to_device(self.deltas[name], R.device)
-        return delta
+        if name not in self.deltas:
+            return None
+        self.used.add(name)
+        self.deltas[name] = to_device(self.deltas[name], R.device)
+        return self.deltas[name]
 
-    def moved(self) -> dict[str, Delta]:
-        return {name: part.delta() for name, part in self.assembly.items() if part.parts}
+    def _parts(self, name: str) -> _Parts:
+        return self.parts.setdefault(name, _Parts(self.alignment.target_parameters[name]))
 
-    def _part(self, name: str) -> Assembly:
-        return self.assembly.setdefault(name, Assembly(self.alignment.target_parameters[name]))
+    def moved(self) -> TaskVector:
+        deltas = {name: part.together() for name, part in self.parts.items() if part.found}
+        return TaskVector(deltas, self.alignment._coverage(self.parts, set(self.deltas) - self.used))
 
 
 def _site(data: dict[str, Any]) -> Site:

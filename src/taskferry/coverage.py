@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from taskferry.display.tables import ROWS, panel
+from taskferry.layers.family import EXPERT, ROUTER
 from taskferry.layers.site import is_patch_embedding
 
 Status = Literal["moved", "partly", "kept"]
@@ -127,8 +128,10 @@ def _reason(module: nn.Module, name: str, ndim: int) -> str:
         return "a convolution: not a linear map of one token"
     if "emb" in name or "token" in name:
         return "an embedding table: its rows are tokens or positions, not activations"
-    if ndim > 2 and "expert" in kind.lower():
-        return f"experts that {kind} computes in a way of its own, so that their tokens are not known"
+    if "expert" in kind.lower():
+        return EXPERT
+    if "router" in kind.lower() or hasattr(module, "num_experts"):
+        return ROUTER
     if ndim < 2:
         return f"a vector or scalar of {kind}, not a linear map"
     return f"a parameter of {kind} that no linear operation was found to use"

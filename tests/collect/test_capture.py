@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from taskferry import Alignment, Batch, Calibration, TaskferryError, TaskVector, fit
-from taskferry.collect.capture import collect
+from taskferry import Batch, Calibration, TaskferryError, TaskVector, fit
+from taskferry.collect.maps import UNREACHED
 from taskferry.collect.recorder import Recorder
-from taskferry.collect.solve import UNREACHED
-from taskferry.collect.statistics import Statistics
-from taskferry.engines import whole
-from taskferry.engines.pair import Work
 from taskferry.layers.discovery import find_sites
 from taskferry.layers.pairing import nearest_block
 from tests.helpers.tiny import TINY, double, relative, tuned
@@ -232,18 +225,3 @@ def test_not_finite_rows_name_the_site() -> None:
 
     with pytest.raises(TaskferryError, match=r"(start|layers\.\d): activations or gradients are not finite"):
         fit(A, Residual(9, False).double(), sequences(), finite)
-
-
-def test_statistics_of_two_groups_never_exist_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: list[weakref.ref] = []
-
-    def watched(kept: Statistics, *arguments: Any) -> None:
-        gc.collect()
-        assert all(reference() is None for reference in alive)
-        collect(kept, *arguments)
-        alive.append(weakref.ref(next(iter(kept.inputs.values()))))
-
-    monkeypatch.setattr(whole, "collect", watched)
-    A = Residual(7, False).double()
-    assert isinstance(fit(A, A, sequences(), squares, work=Work(sums_memory=1)), Alignment)
-    assert len(alive) == 4

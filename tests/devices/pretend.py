@@ -1,13 +1,12 @@
 """Devices that are not there: `pretend:0` and `pretend:1`, as strict as real ones, on any machine.
 
 A tensor there is a wrapper around a CPU tensor, so results are those of the CPU bit for bit. An operation over two
-devices, or with a tensor of the host, raises. What a GPU pays for is counted: copies between devices and with the host,
-and everything that makes the host wait. Each device has a budget of memory, and raises `torch.OutOfMemoryError` beyond.
+devices, or with a tensor of the host, raises. Each device has a budget of memory, and raises `torch.OutOfMemoryError`
+beyond.
 
     >>> from tests.devices import pretend
-    >>> with pretend.counted() as counts, pretend.limited(2**20):
+    >>> with pretend.limited(2**20):
     ...     model.to("pretend:1")(x.to("pretend:1")).sum().item()
-    >>> counts.waits, pretend.DEVICES[1].peak
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,11 +27,7 @@ NAME = "pretend"
 HOST = torch.device("cpu")
 aten = torch.ops.aten
 COPIES = {aten.copy_.default, aten._to_copy.default}
-SCALAR = aten._local_scalar_dense.default
-# Their result has a size or a value that only the data knows: the host waits for it.
-WAITS = {aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.bincount, aten.is_nonzero, aten.argwhere}
 PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.addmm_, aten.baddbmm, aten.mv}
-INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}  # by a mask, they look for its ones
 
 
 @dataclass
@@ -44,27 +39,8 @@ class Device:
     budget: float = float("inf")
 
 
-@dataclass
-class Counts:
-    """What has happened since counting began."""
-
-    to_device: int = 0  # copies from the host
-    to_host: int = 0
-    between: int = 0  # devices
-    scalars: int = 0  # .item(), float(), bool()
-    sizes: int = 0  # results whose size only the data knows
-    rounded: int = 0  # products of float32 that torch may round (TF32)
-    drawn: int = 0  # random numbers made on a device: no two kinds of device agree on them
-    where: list[str] = field(default_factory=list)  # the operations that made the host wait
-
-    @property
-    def waits(self) -> int:
-        """How often the host waited for a device."""
-        return self.to_host + self.scalars + self.sizes
-
-
 DEVICES = [Device(), Device()]
-_counts = Counts()
+rounded: list[str] = []  # products of float32 that torch may round (TF32)
 _held: dict[int, weakref.ref[_Memory]] = {}
 
 
@@ -157,7 +133,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     there = _place_of(given) if asked is None else _index(torch.device(asked))
     if func not in COPIES and len(places) > 1:
         raise RuntimeError(f"Expected all tensors to be on the same device, but {func} got {sorted(map(str, places))}")
-    _count(func, args, there)
+    matmul = torch.backends.cuda.matmul
+    if func.overloadpacket in PRODUCTS and args[0].dtype == torch.float32 and matmul.fp32_precision == "tf32":
+        rounded.append(str(func))
     results = func(*tree_map(_raw, args), **tree_map(_raw, kwargs))
     if func is aten.copy_.default:
         return args[0]
@@ -189,48 +167,6 @@ def _place_of(given: list[torch.Tensor]) -> int | None:
     return next((leaf.device.index for leaf in given if isinstance(leaf, Pretend)), None)
 
 
-def _count(func: Any, args: tuple[Any, ...], there: int | None) -> None:
-    before = _counts.waits
-    if func is aten._to_copy.default:
-        _copied(_index(args[0].device), there)
-    elif func is aten.copy_.default:
-        _copied(_index(args[1].device), _index(args[0].device))
-    elif func is SCALAR:
-        _counts.scalars += 1
-    elif func.overloadpacket in WAITS or (
-        func.overloadpacket in INDEXING and any(i is not None and i.dtype == torch.bool for i in args[1])
-    ):
-        _counts.sizes += 1
-    elif func.overloadpacket in PRODUCTS:
-        _counts.rounded += args[0].dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    elif torch.Tag.nondeterministic_seeded in func.tags and there is not None and func is not aten.dropout.default:
-        _counts.drawn += 1
-    if _counts.waits > before:
-        _counts.where.append(str(func))
-
-
-def _copied(start: int | None, end: int | None) -> None:
-    if start == end:
-        return
-    if start is None:
-        _counts.to_device += 1
-    elif end is None:
-        _counts.to_host += 1
-    else:
-        _counts.between += 1
-
-
-@contextmanager
-def counted() -> Iterator[Counts]:
-    """What happens inside; outer counts go on afterwards with theirs."""
-    global _counts
-    outer, _counts = _counts, Counts()
-    try:
-        yield _counts
-    finally:
-        _counts = outer
-
-
 @contextmanager
 def limited(size: float, *devices: int) -> Iterator[None]:
     """So many bytes on each device, or on those named."""
@@ -243,12 +179,6 @@ def limited(size: float, *devices: int) -> Iterator[None]:
     finally:
         for device in chosen:
             device.budget = float("inf")
-
-
-def reset_peaks() -> None:
-    """From now on."""
-    for device in DEVICES:
-        device.peak = device.used
 
 
 class _Module(_DummyBackendModule):

@@ -72,7 +72,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     [
         ("language", {}),
         pytest.param("language", {"engine": "blockwise", "method": "bico"}, marks=pytest.mark.every),
-        pytest.param("language", {"engine": "blockwise"}, marks=pytest.mark.every),
         pytest.param("language", {"refine": 2, "scale": 1.0}, marks=pytest.mark.every),
         pytest.param("texts", {}, marks=pytest.mark.every),
         pytest.param("texts", {"engine": "blockwise", "method": "bico"}, marks=pytest.mark.every),
@@ -91,8 +90,7 @@ def test_a_transfer_writes_the_same_bytes(world: Path, tmp_path: Path, kind: str
     assert there["placement"]["source"] == {"device": "pretend:0", "dtype": "float32"}
     assert there["placement"]["target"] == {"device": "pretend:1", "dtype": "float32"}
     assert here["placement"]["target"]["device"] == "cpu"
-    # In decoders, sums are the same up to rounding alone: see test_families.
-    exact = kind == "texts"
+    exact = kind == "texts"  # attention of decoders adds up in another order
     for part in ("verdict", "scale_curve", "sites", "coverage", "provenance") if exact else ("coverage", "provenance"):
         assert json.dumps(here[part], default=str) == json.dumps(there[part], default=str), part
     assert (tmp_path / "here").exists() == (tmp_path / "there").exists()

@@ -53,30 +53,6 @@ def test_devices_do_not_mix(other: str) -> None:
     assert b.to(a).device == a.device
 
 
-def test_what_a_gpu_pays_for_is_counted() -> None:
-    x = torch.randn(3, 4)
-    with pretend.counted() as counts:
-        there = x.to("pretend")
-        assert there.to("pretend:0") is there
-        moved = there.to("pretend:1").to(torch.float64)
-        assert (counts.to_device, counts.between, counts.waits) == (1, 1, 0)
-        back = moved.cpu()
-        back.copy_(moved)
-        assert moved.tolist() == back.tolist()
-        assert (counts.to_host, counts.waits) == (3, 3)
-        float(there.sum())
-        bool((there > 0).any())
-        assert (counts.scalars, counts.waits) == (2, 5)
-        there[there > 0]
-        torch.nonzero(there)
-        assert (counts.sizes, counts.waits) == (2, 7)
-        torch.randn(3, device="pretend:1")
-        assert counts.drawn == 1
-    with pretend.counted() as more:
-        there + 1
-    assert more == pretend.Counts()
-
-
 def test_a_budget_ends_in_the_error_of_real_devices() -> None:
     before = pretend.DEVICES[0].used
     with pretend.limited(before + 1000, 0):
@@ -90,6 +66,4 @@ def test_a_budget_ends_in_the_error_of_real_devices() -> None:
         assert pretend.DEVICES[0].used == before + 800
         del y
         assert pretend.DEVICES[0].used == before
-        pretend.reset_peaks()
         assert torch.zeros(100, device="pretend:0").add(1).shape == (100,)
-    assert torch.get_device_module("pretend").max_memory_allocated("pretend:0") == before + 800

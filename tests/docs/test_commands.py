@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import folders
-from tests.helpers.command import ranks, taskferry
+from tests.helpers.command import taskferry
 from tests.helpers.often import often
 from tests.helpers.pages import ROOT, blocks
 
@@ -69,24 +67,10 @@ def test_the_commands_run(page: Path, desk: Path) -> None:
         moves = "transfer" in command
         free = moves and not {"--scale", "--paper", "cold"} & set(command)
         options = [*["--force"] * moves, *["--scale", "1"] * free]
-        if command[0] == "torchrun":
-            torchrun([*command[1:], *options], desk)
-            continue
         if command[1] == "fleet":
             pytest.importorskip("ray")
         assert command[0] == "taskferry", command
         taskferry(*command[1:], *options, cwd=desk)
-
-
-def torchrun(words: list[str], desk: Path) -> None:
-    """The launcher itself for `fit`; what it would start for anything else."""
-    start = words.index("taskferry") + 1
-    if words[start] == "fit":
-        whole = [sys.executable, "-m", "torch.distributed.run", *words]
-        done = subprocess.run(whole, cwd=desk, timeout=900, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-    else:
-        ranks(int(words[words.index("--nproc-per-node") + 1]), *words[start:], cwd=desk)
 
 
 def test_pages_name_only_files_that_exist() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,21 +23,6 @@ class Ran:
     @property
     def json(self) -> Any:
         return json.loads(self.out)
-
-
-def ranks(count: int, *arguments: object, before: str = "", cwd: Path | None = None, **environment: str) -> Ran:
-    """`torchrun --nproc-per-node COUNT -m taskferry …` without its start: the same variables, in forks.
-
-    `before` is run in each of them first.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        met = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
-    each = [{**_variables(), **met, "RANK": str(i), "LOCAL_RANK": str(i), **environment} for i in range(count)]
-    words = [str(word) for word in arguments]
-    ran = _warm(words, cwd, each, before)
-    assert ran.code == 0, f"{count} ranks of taskferry {' '.join(words)}\n{ran.out}\n{ran.err}"
-    return ran
 
 
 def taskferry(*arguments: object, code: int | None = 0, cwd: Path | None = None, **environment: str) -> Ran:

@@ -69,7 +69,7 @@ def alignment() -> Alignment:
         quality_out={"h.0.qkv#q": quality},
         source_parameters={weight: (WIDE, SMALL), bias: (WIDE,)},
         target_parameters={"h.0.qkv.weight": (15, 3), "h.0.qkv.bias": (15,), "scale": ()},
-        reasons={"scale": "no site uses it"},
+        reasons={"scale": "no layer uses it"},
         provenance={"source": {"class": "A", "sha256": "0"}, "target": {"class": "B", "sha256": "1", "prefix": ""}},
     )
 

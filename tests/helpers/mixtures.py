@@ -1,14 +1,12 @@
-"""Tiny mixtures of experts of transformers' classes, and the same function with experts and bases in another order."""
+"""Tiny mixtures of experts of transformers' classes."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from taskferry import TaskVector
 from tests.helpers.tiny import VOCABULARY, hf
 
 SIZES: dict[str, Any] = {
@@ -31,56 +29,3 @@ def mixture(
     model = hf(f"{name}ForCausalLM", width, depth, **size).eval()
     model.set_experts_implementation("eager")  # the default has no double precision on a CPU
     return model
-
-
-def flat_norms(model: nn.Module) -> nn.Module:
-    """With gains of one, which a rotation keeps."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1.0)
-    return model
-
-
-class Planted:
-    """A mixture whose residual stream is rotated, whose experts are permuted, and the units inside each of them too.
-
-    RMS norms of gain one know only lengths, and a gated unit acts alone: all this keeps the function.
-    """
-
-    def __init__(self, A: nn.Module, seed: int = 0) -> None:
-        config: Any = A.config
-        self.g = torch.Generator().manual_seed(seed)
-        width, depth = config.hidden_size, config.num_hidden_layers
-        self.Q = torch.linalg.qr(torch.randn(width, width, generator=self.g, dtype=torch.float64))[0]
-        count, hidden = A.get_parameter("model.layers.0.mlp.experts.down_proj").shape[::2]
-        self.experts = [torch.randperm(count, generator=self.g) for _ in range(depth)]  # the source's for each
-        self.units = [[torch.randperm(hidden, generator=self.g) for _ in range(count)] for _ in range(depth)]
-
-    def model(self, A: nn.Module) -> nn.Module:
-        """The other model."""
-        B = type(A)(copy.deepcopy(A.config)).to(next(A.parameters()).dtype).eval()
-        B.load_state_dict({name: self(name, value) for name, value in A.state_dict().items()})
-        return B
-
-    def tau(self, tau: TaskVector) -> TaskVector:
-        """What a change of the one is in the other."""
-        return TaskVector({name: self(name, delta) for name, delta in tau.dense().deltas.items()})  # type: ignore[arg-type]
-
-    def __call__(self, name: str, W: Tensor) -> Tensor:
-        Q = self.Q.to(W)
-        if "norm" in name or W.ndim < 2:
-            return W
-        if ".experts." in name:
-            layer = int(name.split(".")[2])
-            order = self.experts[layer]
-            W = W[order]
-            for e, units in enumerate(self.units[layer]):
-                if name.endswith("down_proj"):
-                    W[e] = Q.T @ W[e][:, units]
-                else:
-                    W[e] = W[e][torch.cat([units, units + len(units)])] @ Q
-            return W
-        if name.endswith(("mlp.gate.weight", "router.weight")):
-            return W[self.experts[int(name.split(".")[2])]] @ Q
-        return Q.T @ W if name.endswith("o_proj.weight") else W @ Q

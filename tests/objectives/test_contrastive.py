@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from taskferry import Batch, Calibration, TaskferryError, load_model, load_samples
-from taskferry.collect.capture import Side, watch
-from taskferry.collect.halving import Halving
+from taskferry.collect.capture import Side
 from taskferry.data.builders import evenly, pair_calibration
 from taskferry.layers import family_of
 from taskferry.layers.discovery import find_sites
@@ -100,12 +99,11 @@ def test_recorded_gradients_are_those_of_the_plain_loss(texts: int, world: Path)
     loss = Contrastive().bind(loaded.model, calibration.side(0))
     for batch in calibration.side(0):
         side = Side(loaded.model, loss)
-        value = watch(
-            side, batch, sites, lambda call, x, _: inputs.update({call.site.name: x}),
+        side.run(
+            batch, sites, lambda call, x, _: inputs.update({call.site.name: x}),
             lambda call, g: found[call.site.name].add_(torch.einsum("nlo,nli->oi", g, inputs[call.site.name])),
-            family_of(loaded.model).layouts(loaded.model, batch),
+            family_of(loaded.model).layouts(loaded.model, batch), backward=True,
         )  # fmt: skip
-        value.backward()
     import transformers
 
     plain = transformers.AutoModel.from_pretrained(world / "b")
@@ -151,12 +149,6 @@ def test_both_engines_move_and_measure_the_same(form: str, world: Path, tmp_path
 
 def test_the_scale_is_chosen_on_pairs(world: Path, tmp_path: Path) -> None:
     record = moved(world, tmp_path / "out", "--micro-batch", 5, "--json", code=None).json
-    with torch.no_grad():
-        loss, _ = plainly(world / "b", 2, 5, record["calibration"]["indices"])
-    assert record["scale_curve"][0] == [
-        0.0,
-        pytest.approx(float(loss) / len(ROWS), rel=1e-4),
-    ]  # folds cut no candidates
     assert len(record["scale_curve"]) > 4
     assert record["verdict"]["loss_unit"] == "per sample"
     plan = moved(world, tmp_path / "other", "--dry-run").out
@@ -171,19 +163,12 @@ def test_micro_batches_of_pairs_stay_whole() -> None:
 
     assert len(batch(3, 4)) == 4
     assert batch(3, 4).take([2, 0]).inputs["x"].flatten().tolist() == [10, 11, 6, 7]
-    several = Calibration((batch(s, 4), batch(s, 4)) for s in (0, 4, 8)).in_folds(2)
-    assert [(A.fold, A.ids) for A, _ in several] == [(0, (0, 1, 2, 3)), (0, (8, 9, 10, 11)), (1, (4, 5, 6, 7))]
-    one = Calibration([(batch(0, 5), batch(0, 5))]).in_folds(2)
-    assert [(A.fold, A.ids, len(A.inputs["x"])) for A, _ in one] == [(0, (0, 1), 4), (1, (2, 3, 4), 6)]
+    fit, held_out = Calibration((batch(s, 4), batch(s, 4)) for s in (0, 4, 8, 12, 16)).split()
+    assert [A.ids for A, _ in fit] == [tuple(range(s, s + 4)) for s in (0, 4, 8, 12)]
+    assert [A.ids for A, _ in held_out] == [(16, 17, 18, 19)]  # candidates of each other stay together
     assert [len(part) for part in evenly(17, 16)] == [8, 9]
     assert [len(part) for part in evenly(5, 2)] == [2, 3]
     assert evenly(3, 1) == [range(0, 1), range(1, 2), range(2, 3)]
-
-    def full(_: Batch) -> None:
-        raise torch.OutOfMemoryError
-
-    with pytest.raises(TaskferryError, match=r"micro-batch of 4 pairs does not fit .* smaller --micro-batch"):
-        Halving().run(full, batch(0, 4))
 
 
 def test_more_negatives_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -202,7 +187,6 @@ def test_what_pairs_cannot_do_is_said(world: Path, tmp_path: Path) -> None:
         (("--objective", "probe"), "the objective 'probe' scores classes, the samples are pairs of texts"),
         (("--labels", "teacher"), "pairs of texts have no labels that a teacher could give"),
         (("--micro-batch", 1), "it needs two pairs at least"),
-        (("--refine", 2), "the tuned source cannot teach by Contrastive(scale=20.0)"),
         (("--sampler", "class-balanced"), "needs labels: use --sampler random"),
     ):
         assert told in " ".join(moved(world, out, *more, code=2).err.split())

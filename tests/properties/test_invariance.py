@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from taskferry import Alignment, Batch, Calibration, LowRank, TaskVector, fit
+from taskferry.collect.maps import Maps
 from taskferry.engines.pair import Work
 from taskferry.linalg.sums import CrossCovariance
 from tests.helpers.tiny import TINY, relative, tuned
@@ -163,7 +164,7 @@ def test_rank_deficient_fit_does_not_depend_on_sample_order() -> None:
     by_default = [fit(A, B, Calibration([(b, b)]), loss) for b in (batch, permuted)]
     assert max(q.rank for q in by_default[0].quality_in.values()) <= 30
     assert distance(by_default[1].apply(tau), by_default[0].apply(tau)) < 1e-6
-    in_full = [fit(A, B, Calibration([(b, b)]), loss, map_rank="full").apply(tau) for b in (batch, permuted)]
+    in_full = [fit(A, B, Calibration([(b, b)]), loss, maps=Maps(rank="full")).apply(tau) for b in (batch, permuted)]
     assert distance(in_full[1], in_full[0]) > 0.1
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from taskferry import Batch, Calibration, TaskVector, fit
-from taskferry.collect.statistics import Capture
+from taskferry.collect.maps import Maps
 from tests.helpers.tiny import TINY, double, hf, per_sample, relative, text
 from tests.properties import reference
 
@@ -101,7 +101,7 @@ def moved_by_the_package(
     if method == "bico":
         alignment = fit(A, B, calibration, loss)
     else:
-        alignment = fit(A, B, calibration, loss, capture=Capture(outputs="activations"))
+        alignment = fit(A, B, calibration, loss, maps=Maps(outputs="activations"))
     return dict(alignment.apply(tau).deltas)
 
 

@@ -14,7 +14,6 @@ from taskferry.choices import GENERATE, is_language_class
 from taskferry.cli.options import DryRun, Json, Quiet, YamlFile, example, with_settings
 from taskferry.cli.terminal import waiting
 from taskferry.disk.files import read_json
-from taskferry.engines.launch import rank_and_size
 from taskferry.errors import MissingSettings, TaskferryError
 from taskferry.jobs.settings import TransferSettings
 from taskferry.settings import load_settings, read_yaml
@@ -46,7 +45,7 @@ def run(
     screen = Screen(quiet=quiet, as_json=as_json, dry_run=dry_run)
     with screen.bars():
         outcome = transfer(settings, command=command_line(), reporter=screen, dry_run=dry_run)
-    if outcome is None or rank_and_size()[0] > 0:
+    if outcome is None:
         return
     screen.verdict(outcome, next_after(settings, outcome))
     if outcome.written is None:

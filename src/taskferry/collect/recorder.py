@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from taskferry.errors import TaskferryError
-from taskferry.layers.routed import Rows
 from taskferry.layers.site import Site
 
-OnForward = Callable[["Call", Rows, Rows], None]
-OnGradient = Callable[["Call", Rows], None]
+OnForward = Callable[["Call", Tensor, Tensor], None]
+OnGradient = Callable[["Call", Tensor], None]
 
 _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
 _MHA_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
@@ -59,7 +58,6 @@ class Recorder(TorchFunctionMode):
         on_forward: OnForward,
         on_gradient: OnGradient,
         lengths: Mapping[str, int] | None = None,  # tokens of a sample in each stream, where known
-        weights: Mapping[str, Tensor] | None = None,  # what is used in place of a sharded parameter
         turned: dict[str, bool] | None = None,  # site -> whether it works on [L, n, d]: what is known, and is learned
     ) -> None:
         super().__init__()
@@ -73,9 +71,7 @@ class Recorder(TorchFunctionMode):
         self._input_count = 0
         self._sites: dict[int, list[Site]] = {}
         for site in sites:
-            weight = (weights or {}).get(site.weight)
-            weight = model.get_parameter(site.weight) if weight is None else weight
-            self._sites.setdefault(id(weight), []).append(site)
+            self._sites.setdefault(id(model.get_parameter(site.weight)), []).append(site)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -133,7 +129,7 @@ class Recorder(TorchFunctionMode):
         if not sites:
             return y
         patches = func is torch.conv2d
-        hooked, y = hook_point(y)
+        hooked, y = _hook_point(y)
         rows, outputs = x.detach(), y.detach()
         if patches:
             rows = F.unfold(rows, weight.shape[2:], stride=weight.shape[2:]).mT
@@ -143,7 +139,7 @@ class Recorder(TorchFunctionMode):
             inside, outside = self._as_tokens(site, rows), self._as_tokens(site, site.own(outputs, -1, first_row))
             if inside is None or outside is None:
                 continue
-            calls.append(self.call(site, x))
+            calls.append(self._call(site, x))
             self.on_forward(calls[-1], inside, outside)
         hooked.register_hook(  # type: ignore[no-untyped-call]
             lambda g: self._gradient(calls, first_row, g.flatten(2).mT if patches else g)
@@ -156,7 +152,7 @@ class Recorder(TorchFunctionMode):
             if tokens is not None:
                 self.on_gradient(call, tokens)
 
-    def call(self, site: Site, x: Tensor) -> Call:
+    def _call(self, site: Site, x: Tensor) -> Call:
         """One more use of a site, which reads x."""
         self._calls[site.name] += 1
         return Call(site, self._calls[site.name] - 1, self._number(x))
@@ -191,7 +187,7 @@ class Recorder(TorchFunctionMode):
         return x.reshape(n, length, x.shape[-1])
 
 
-def hook_point(y: Tensor) -> tuple[Tensor, Tensor]:
+def _hook_point(y: Tensor) -> tuple[Tensor, Tensor]:
     """(the tensor to hook, what the model goes on with) of a linear output."""
     if not y.requires_grad:
         # Nothing below needs a gradient: the graph starts here, at a leaf. The model gets a copy,

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from taskferry.collect.capture import Loss
 from taskferry.collect.device import frozen, place_of
-from taskferry.collect.halving import Halving
 from taskferry.data.batch import Batch
 from taskferry.linalg.precision import full_precision
 from taskferry.taskvector import LowRank, TaskVector, as_dense, to_device
@@ -28,7 +27,6 @@ START = (0.0, 0.5, 1.0, 2.0)  # the largest as well, where the loss still falls 
 SMALLEST = 1 / 32  # a lowest scale that is larger, and next to 0, is cut further
 ROUNDS = 2  # after the first
 DIGITS = 2  # of a scale: what lies beyond is rounding of the loss, and differs from one engine to the other
-ROUND = len(START) + 1  # the most scales of one round
 EVALUATIONS = len(START) + 3 * ROUNDS  # at most, where the valley is not beyond the start
 Losses = Callable[[Sequence[float]], Sequence[float]]  # scales -> the loss at each
 
@@ -54,15 +52,13 @@ class ScaleCurve:
         return replace(self, points=tuple((scale, factor * loss) for scale, loss in self.points))
 
 
-def choose_scale(
-    losses: Losses, *, largest: float = LARGEST, rounds: int = ROUNDS, together: bool = False
-) -> ScaleCurve:
+def choose_scale(losses: Losses, *, largest: float = LARGEST, rounds: int = ROUNDS) -> ScaleCurve:
     """The minimum of the loss over [0, largest], in rounds: all scales of a round are asked for together.
 
     Where a loss takes a walk over weights on disk, a round is one walk. The first round finds the valley, with the
-    largest scale where the loss still falls at its end (`together`: in any case, where a walk costs more); each of the
-    next cuts both sides of the valley in halves, and takes the vertex of the parabola through its three points as well.
-    Where it lies next to 0 there are more of them: a change of narrow layers may be many times too long for wide ones.
+    largest scale where the loss still falls at its end; each of the next cuts both sides of the valley in halves, and
+    takes the vertex of the parabola through its three points as well. Where it lies next to 0 there are more of them: a
+    change of narrow layers may be many times too long for wide ones.
     """
     known: dict[float, float] = {}
 
@@ -76,11 +72,7 @@ def choose_scale(
         middle = min(range(len(scales)), key=lambda i: known[scales[i]])
         return scales[max(middle - 1, 0)], scales[middle], scales[min(middle + 1, len(scales) - 1)]
 
-    evaluate(
-        [*(scale for scale in START if scale <= largest), *([largest] if together and largest > START[-1] else [])]
-    )
-    if together and largest > START[-1] and min(START, key=lambda scale: known[scale]) != START[-1]:
-        del known[largest]  # seen in the same walk, and not asked for: every engine finds the same scale
+    evaluate([scale for scale in START if scale <= largest])
     if min(known, key=lambda scale: known[scale]) == max(known) < largest:
         evaluate([largest])
     for _ in range(rounds):
@@ -115,7 +107,7 @@ def calibration_loss(model: nn.Module, loss: Loss, batches: Sequence[Batch]) -> 
     """Mean loss per sample, forward passes only."""
     place = place_of(model)
     with torch.no_grad(), frozen(model):
-        total = sum(Halving().each(lambda batch: float(loss(batch.to(*place))), batches))
+        total = sum(float(loss(batch.to(*place))) for batch in batches)
     return total / sum(len(batch) for batch in batches)
 
 

@@ -1,22 +1,20 @@
 """One model run block by block: forward once, then backward from the last block, each with its weights read once.
 
-    >>> run = BlockwiseModel(lazy, sites, batches, objective, scratch)
-    >>> forward([run])                          # block inputs to disk, the loss, its gradient at the last block
-    >>> with run.block(j):                      # the weights of block j
-    ...     collect(..., run.side(j), ...)      # a loss whose backward is that of the whole model
-    >>> run.step(j)                             # on to block j − 1
+    >>> run = BlockRun(lazy, sites, batches, scratch)
+    >>> forward([run], objective)                # hidden states at every edge to disk, the loss, its last gradient
+    >>> run.reach(j + 1)                         # the gradient at the output of block j
+    >>> with lazy.weights(run.names(j)):
+    ...     collect(..., run.side(j), ...)       # a loss whose backward is that of the whole model
+    >>> run.passed(j)
 
-The model's own forward is run with its blocks replaced by stand-ins, so embeddings, masks, rotary positions, norms and
-heads are the model's own code. A stand-in notes what its block is called with; the last one of a stack returns the
-hidden states that were brought there. An encoder-decoder has two stacks: what the encoder gives to the blocks of the
-decoder beside their hidden states (`cross`) has a gradient of its own, the sum over those blocks.
+Edge j is what block j reads; the last edge is what the last block gives out. The model's own forward is run with its
+blocks replaced by stand-ins, so embeddings, masks, rotary positions, norms and heads are the model's own code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,372 +24,301 @@ from torch import Tensor, nn
 
 from taskferry.collect.capture import Loss, Side
 from taskferry.collect.device import frozen, narrow
+from taskferry.collect.scale import moved_by
 from taskferry.data.batch import Batch
 from taskferry.disk.files import write_plain_safetensors
 from taskferry.engines.lazy import LazyModel
-from taskferry.engines.memory import give_back
-from taskferry.engines.stand_ins import (
-    Call,
-    Caught,
-    Told,
-    blocks_of,
-    by_output_alone,
-    has_graph,
-    hidden_of,
-    inner_products,
-    own_forward,
-    replaced,
-    split_call,
-    until_caught,
-)
 from taskferry.errors import TaskferryError
+from taskferry.layers.discovery import block_paths
 from taskferry.layers.site import Site
 from taskferry.objectives.objectives import ForwardOnly, Objective
+from taskferry.taskvector import TaskVector
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a block is called with beside the hidden states
+StandIn = Callable[[int, Tensor, Call], Any]  # (number of the block, hidden states, the rest of its call)
+WHOLE = "use the engine 'whole'"
 
 
-@dataclass(frozen=True)
-class _Cross:
-    """In a call: the place of a tensor that an earlier stack has made."""
+class BlockRun:
+    """One model on some micro-batches."""
 
-    place: int
-
-
-class BlockwiseModel:
-    """The state of one model on its way: hidden states or gradients at one block's edge, for every micro-batch."""
-
-    def __init__(
-        self,
-        lazy: LazyModel,
-        sites: Sequence[Site],
-        batches: Sequence[Batch],
-        objective: Objective,
-        scratch: Path,
-        heads: list[Loss] | None = None,
-    ) -> None:
-        """`heads` is shared by runs of one model: the loss that the first of them binds is that of all."""
-        self.heads = [] if heads is None else heads
-        self.lazy, self.model, self.objective, self.scratch = lazy, lazy.model, objective, scratch
+    def __init__(self, lazy: LazyModel, sites: Sequence[Site], batches: Sequence[Batch], scratch: Path) -> None:
+        self.lazy, self.model, self.scratch = lazy, lazy.model, scratch
         self.batches = [batch.to(lazy.device, narrow(lazy.precision)) for batch in batches]
-        self.blocks, self.stacks = blocks_of(sites, lazy.given)  # paths, and (first, last) block of every stack
+        paths = block_paths(sites)
+        stacks = sorted({stack for stack, _ in paths})
+        if len(stacks) != 1:
+            raise TaskferryError(
+                f"{lazy.given} has {len(stacks)} stacks of blocks ({', '.join(stacks) or 'none'}): block by block runs "
+                f"models of one; {WHOLE}"
+            )
+        self.blocks = list(paths.values())
         self.outer = lazy.outside(self.blocks)
-        count = len(self.batches)
-        self.calls: list[dict[int, Call]] = [{} for _ in range(count)]  # of every micro-batch, of every block
-        self.extras: list[dict[int, tuple[Any, ...] | None]] = [{} for _ in range(count)]  # by stack: its other outputs
-        self.edges: list[Tensor] = [torch.empty(0)] * count  # hidden states going forward, their gradients going back
-        self.leaves: list[Tensor | None] = [None] * count
-        self.cross: list[list[Tensor]] = [[] for _ in range(count)]
-        self._made: list[list[Tensor]] = [[] for _ in range(count)]  # the same with their graphs, to tell them apart
-        self.cross_leaves: list[list[Tensor]] = [[] for _ in range(count)]
-        self.cross_gradients: list[dict[int, Tensor]] = [{} for _ in range(count)]
-        self.entries: dict[int, list[Tensor]] = {}  # stack -> gradients at its first block's input
-        self.kept: set[int] = set()  # blocks whose output gradient is on disk
-        self.loss = 0.0
-        self._arrived = False  # whether the loss is known, and the edges are gradients
-        self._bound: Loss = self._unbound
-        self._current = 0
+        self.loss = 0.0  # summed over all samples
+        self.bound: Loss | None = None
         self._place = {batch.number: k for k, batch in enumerate(self.batches)}
+        self._calls: list[list[Call]] = []  # of every micro-batch, of every block
+        self._extras: list[tuple[Any, ...] | None] = []  # of every micro-batch: what a block returns behind its states
+        self._marks: list[tuple[torch.Size, float]] = []  # of every micro-batch: by what its states at edge 0 are known
+        self._edge: list[Tensor] = []  # hidden states at the edge that the way forward has reached
+        self._lowest = len(self.blocks) + 1  # edge whose gradient is known
+        self._leaves: dict[int, Tensor] = {}  # hidden states that a block has read, which take their gradient
 
-    def parameters(self, j: int) -> list[str]:
-        """Names of the parameters of one block."""
-        return self.lazy.under(self.blocks[j])
+    def names(self, j: int | None) -> list[str]:
+        """The parameters of a block, or of all that stands outside of them."""
+        return self.outer if j is None else self.lazy.under(self.blocks[j])
 
-    @contextmanager
-    def block(self, j: int) -> Iterator[None]:
-        """The weights of one block in memory."""
-        with self.lazy.weights(self.parameters(j)):
-            yield
+    # The way forward.
 
-    def side(self, j: int) -> Side:
-        """Block j as a model of its own: ⟨its output, the gradient there⟩ has the gradient of the whole loss."""
+    def enter(self) -> None:
+        """What the first block reads, and what every block is called with; the weights of the first are there too."""
+        for batch in self.batches:
+            hidden, calls, extras = self._entered(batch)
+            self._calls.append(calls)
+            self._extras.append(extras)
+            self._edge.append(hidden)
+            self._marks.append(_mark(hidden))
 
-        def loss(batch: Batch) -> Tensor:
-            k = self._which(batch)
-            leaf = self._stored(f"into-{j}", k).requires_grad_()
-            self.leaves[k], self.cross_leaves[k] = leaf, [t.clone().requires_grad_() for t in self.cross[k]]
-            output = hidden_of(self._run(j, k, leaf, self.cross_leaves[k]))
-            edge = self._stored(f"gradient-{j}", k) if j in self.kept else self.edges[k]
-            return (output * edge).sum() if self._arrived else output.sum()
+    def _entered(self, batch: Batch) -> tuple[Tensor, list[Call], tuple[Any, ...] | None]:
+        """Of one micro-batch the states at edge 0, the call of every block, and what a block returns behind them."""
+        last, made, calls = len(self.blocks) - 1, list[Any](), list[Call]()
+        entered: list[Tensor] = []
 
-        return Side(self.model, loss, whole=True)
-
-    def outside(self) -> Side:
-        """What stands before, between and after the blocks, with the gradients that have come through them."""
-
-        def loss(batch: Batch) -> Tensor:
-            k = self._which(batch)
-            entered: dict[int, Tensor] = {}
-            calls: dict[int, Call] = {}
-            with self._stand_ins(k, entered, calls):
-                value = self._bound(batch)
-            for stack, gradients in self.entries.items():
-                value = value + inner_products([(entered[stack], gradients[k])])
-            return value + inner_products(self._crossing(k, calls))
-
-        return Side(self.model, loss, whole=True)
-
-    def keep(self, j: int) -> None:
-        """Store the gradient at block j's output, which is known now: the block can be run again later."""
-        self._store(f"gradient-{j}")
-        self.kept.add(j)
-
-    def pull(self, j: int) -> None:
-        """Backward through block j without looking at its sites; its weights are in memory."""
-        side = self.side(j)
-        with frozen(self.model), torch.inference_mode(False), torch.enable_grad():
-            for batch in self.batches:
-                side.loss(batch).backward()  # type: ignore[no-untyped-call]
-
-    def step(self, j: int) -> None:
-        """The gradients at block j's input become those at the output of the one before it."""
-        gradients = [None if leaf is None else leaf.grad for leaf in self.leaves]
-        if any(g is None for g in gradients):
-            raise TaskferryError(f"{self.lazy.given}: a block passes no gradient on to the one before it")
-        self.edges = [g for g in gradients if g is not None]
-        for sums, leaves in zip(self.cross_gradients, self.cross_leaves, strict=True):
-            for place, leaf in enumerate(leaves):
-                if leaf.grad is not None:
-                    sums[place] = sums[place] + leaf.grad if place in sums else leaf.grad
-        self.leaves = [None] * len(self.batches)
-        stack = next((s for s, (first, _) in enumerate(self.stacks) if first == j), None)
-        if stack is not None:
-            self.entries[stack] = self.edges
-            if stack > 0:
-                self._back_into(stack)
-
-    def _back_into(self, stack: int) -> None:
-        """From the entrance of a stack to the output of the one before it, through what stands between them."""
-        forward = ForwardOnly().bind(self.model, self.batches)
-        found = []
-        with frozen(self.model), torch.inference_mode(False), torch.enable_grad(), self.lazy.weights(self.outer):
-            for k, batch in enumerate(self.batches):
-                entered: dict[int, Tensor] = {}
-                calls: dict[int, Call] = {}
-                leaf = self._stored(f"out-{stack - 1}", k).requires_grad_()
-                with self._stand_ins(k, entered, calls, until=stack, outputs={stack - 1: leaf}), until_caught():
-                    forward(batch)
-                value = inner_products([(entered[stack], self.entries[stack][k])]) + inner_products(
-                    self._crossing(k, calls)
+        def note(j: int, hidden: Tensor, call: Call) -> Any:
+            if j != len(calls):  # the weights of one block for many layers, as ALBERT has them
+                raise TaskferryError(
+                    f"{self.lazy.given} runs {self.blocks[j]} more than once in a pass, or not in order: {WHOLE}"
                 )
-                if not value.requires_grad:
-                    raise TaskferryError(f"{self.lazy.given}: its second stack does not read the first")
-                value.backward()  # type: ignore[no-untyped-call]
-                found.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-        self.edges = found
+            if j == 0:
+                entered.append(hidden.clone())
+                made.append(self._run(0, hidden, call))
+            calls.append(call)
+            if j == last:
+                raise _Reached
+            return _with(hidden, _extras(made[0]))
 
-    def _crossing(self, k: int, calls: Mapping[int, Call]) -> list[tuple[Tensor, Tensor]]:
-        """What an earlier stack has made for the blocks that were just called, each with its gradient."""
-        made: dict[int, Tensor] = {}
-        for j, (args, kwargs) in calls.items():
-            known_args, known_kwargs = self.calls[k][j]
-            both = [*zip(known_args, args, strict=True), *((known_kwargs[name], kwargs[name]) for name in known_kwargs)]
-            made |= {known.place: now for known, now in both if isinstance(known, _Cross)}
-        return [(made[place], gradient) for place, gradient in self.cross_gradients[k].items()]
+        with self._stand_ins(note):
+            try:
+                self._forward_only(batch)
+            except _Reached:
+                return entered[0], calls, _extras(made[0])
+        raise TaskferryError(f"{self.lazy.given} calls {len(calls)} blocks where {last + 1} were found: {WHOLE}")
 
-    def enter(self, stack: int) -> None:
-        """What the first block of a stack is given, and what every block of it is called with."""
-        first, last = self.stacks[stack]
-        forward = ForwardOnly().bind(self.model, self.batches)
-        with torch.set_grad_enabled(stack > 0), self.block(first):
-            for k, batch in enumerate(self.batches):
-                entered: dict[int, Tensor] = {}
-                calls: dict[int, Call] = {}
-                outputs = {} if stack == 0 else {stack - 1: self._stored(f"out-{stack - 1}", k).requires_grad_()}
-                with self._stand_ins(k, entered, calls, until=stack, outputs=outputs), until_caught():
-                    forward(batch)
-                if set(calls) < set(range(first, last + 1)):
-                    raise TaskferryError(
-                        f"{self.lazy.given} calls {len(calls)} blocks where {last - first + 1} were found: "
-                        "use the engine 'whole'"
-                    )
-                self.calls[k] |= {j: self._plain(k, calls[j]) for j in range(first, last + 1)}
-                self.edges[k] = entered[stack].detach().clone()
+    def through(self, j: int, keep: bool) -> None:
+        """All micro-batches through block j; with `keep` what it reads stays on disk for the way back."""
+        if keep:
+            self._store(f"states-{j}", self._edge)
+        self._edge = [_states(self._run(j, edge, self._calls[k][j])) for k, edge in enumerate(self._edge)]
 
-    def _plain(self, k: int, call: Call) -> Call:
-        """A call without its graph; what an earlier stack has made is put aside, each tensor once."""
-        known = {id(tensor): place for place, tensor in enumerate(self._made[k])}
+    def leave(self, objective: Objective, loss: Loss | None, *, backward: bool, keep: bool) -> None:
+        """The loss from the last states, with the model's own tail; a head may be made from all micro-batches."""
+        last = len(self.blocks) - 1
+        if keep:
+            self._store(f"states-{last + 1}", self._edge)
 
-        def plain(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.requires_grad:
-                if has_graph(value):
-                    raise TaskferryError(f"{self.lazy.given}: its stacks are entangled: use the engine 'whole'")
-                return value
-            if id(value) not in known:
-                known[id(value)] = len(known)
-                self._made[k].append(value)
-                self.cross[k].append(value.detach())
-            return _Cross(known[id(value)])
+        def jump(j: int, hidden: Tensor, _: Call) -> Any:
+            k = self._which(hidden)
+            return _with(self._edge[k] if j == last else hidden, self._extras[k])
 
-        args, kwargs = call
-        return tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}
-
-    def through(self, j: int, store: bool) -> None:
-        """All micro-batches through block j; what goes in is stored for the way back."""
-        if store:
-            self._store(f"into-{j}")
-        self.edges = [hidden_of(self._run(j, k, edge, self.cross[k])) for k, edge in enumerate(self.edges)]
-
-    def end(self, stack: int) -> None:
-        """What a stack gives out is stored: the model runs over it again."""
-        self._store(f"out-{stack}")
-
-    def leave(self, backward: bool) -> None:
-        """The loss from the last hidden states, with the model's own tail and objective."""
-        last = len(self.stacks) - 1
-        outputs: dict[int, Callable[[], Tensor]] = {last: lambda: self.edges[self._current]}
-        calls: dict[int, Call] = {}
-
-        def look_at(k: int) -> None:
-            self._current = k
-            calls.clear()
-
-        with self._stand_ins(None, {}, calls, outputs=outputs):
-            if not self.heads:
-                self.heads.append(self.objective.bind(self.model, Told(self.batches, look_at)))
-            self._bound = self.heads[0]
+        with self._stand_ins(jump):
+            with torch.no_grad():
+                self.bound = loss or objective.bind(self.model, self.batches)
             self.loss = 0.0
-            for k, batch in enumerate(self.batches):
-                look_at(k)
-                self.edges[k].requires_grad_(backward)
+            for edge, batch in zip(self._edge, self.batches, strict=True):
+                edge.requires_grad_(backward)
                 with torch.set_grad_enabled(backward):
-                    value = self._bound(batch)
+                    value = self.bound(batch)
                 self.loss += float(value.detach())
                 if backward:
-                    value.backward()  # type: ignore[no-untyped-call]
-                    gradient = self.edges[k].grad
-                    if gradient is None:
+                    if value.requires_grad:
+                        value.backward()  # type: ignore[no-untyped-call]
+                    if edge.grad is None:
                         raise TaskferryError(f"the loss of {self.lazy.given} does not depend on its last block")
-                    self.edges[k] = gradient
-        self._arrived = backward
+        if backward:
+            self._store(f"gradients-{last + 1}", [_gradient(edge) for edge in self._edge])
+            self._lowest = last + 1
+        self._edge = []
+
+    # The way back.
+
+    def reach(self, edge: int) -> None:
+        """Backward through blocks, until the gradients at an edge are known."""
+        with frozen(self.model), torch.inference_mode(False), torch.enable_grad():
+            while self._lowest > edge:
+                j = self._lowest - 1
+                side = self.side(j)
+                with self.lazy.weights(self.names(j)):
+                    for batch in self.batches:
+                        side.loss(batch).backward()  # type: ignore[no-untyped-call]
+                self.passed(j)
+
+    def side(self, j: int | None) -> Side:
+        """Block j as a model of its own: ⟨its output, the gradient there⟩ has the gradient of the whole loss.
+
+        Or what stands outside of the blocks, with the gradient that has come through all of them.
+        """
+        return Side(self.model, self._outside if j is None else lambda batch: self._inside(j, batch))
+
+    def passed(self, j: int | None) -> None:
+        """All micro-batches have gone back through block j: their gradients at its input are known."""
+        if j is not None and j < self._lowest <= j + 1:
+            if any(leaf.grad is None for leaf in self._leaves.values()):
+                raise TaskferryError(f"{self.lazy.given}: a block passes no gradient on to the one before it")
+            self._store(f"gradients-{j}", [_gradient(self._leaves[k]) for k in range(len(self.batches))])
+            self._lowest = j
+        self._leaves.clear()
+
+    def _inside(self, j: int, batch: Batch) -> Tensor:
+        k = self._place[batch.number]
+        self._leaves[k] = self._stored(f"states-{j}", k).requires_grad_()
+        output = _states(self._run(j, self._leaves[k], self._calls[k][j]))
+        return (output * self._stored(f"gradients-{j + 1}", k)).sum() if self._lowest <= j + 1 else output.sum()
+
+    def _outside(self, batch: Batch) -> Tensor:
+        last, k, entered = len(self.blocks) - 1, self._place[batch.number], list[Tensor]()
+
+        def jump(j: int, hidden: Tensor, _: Call) -> Any:
+            if j == 0:
+                entered.append(hidden)
+            return _with(self._stored(f"states-{last + 1}", k) if j == last else hidden, self._extras[k])
+
+        with self._stand_ins(jump):
+            value = self._forward_only(batch) if self.bound is None else self.bound(batch)
+        if self._lowest == 0 and entered[0].requires_grad:
+            value = value + (entered[0] * self._stored("gradients-0", k)).sum()
+        return value
+
+    # Its parts.
 
     @contextmanager
-    def _stand_ins(
-        self,
-        k: int | None,
-        entered: dict[int, Tensor],
-        calls: dict[int, Call],
-        until: int | None = None,
-        outputs: Mapping[int, Any] | None = None,
-    ) -> Iterator[None]:
-        """Every block lets its input through, and the last of a stack returns what was brought there.
+    def _stand_ins(self, forward: StandIn) -> Iterator[None]:
+        """Inside, every block calls this in place of its own forward."""
 
-        With `until` the pass ends behind that stack's last block. `outputs` are used in place of what is stored.
-        """
-        outputs = outputs or {}
+        def stand_in(j: int) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if args:
+                    return forward(j, args[0], (args[1:], kwargs))
+                return forward(
+                    j, kwargs["hidden_states"], ((), {n: v for n, v in kwargs.items() if n != "hidden_states"})
+                )
 
-        def output(stack: int, at: int) -> Tensor:
-            given = outputs.get(stack)
-            if given is None:
-                return self._stored(f"out-{stack}", at).requires_grad_(torch.is_grad_enabled())
-            return given if isinstance(given, Tensor) else given()
+            return call
 
-        def stand_in(j: int, stack: int, first: int, last: int) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                at = self._current if k is None else k
-                hidden, call = split_call(args, kwargs)
-                if j in calls and until is None:  # the weights of one block for many layers, as ALBERT has them
-                    raise TaskferryError(
-                        f"{self.lazy.given} runs {self.blocks[j]} more than once in a pass, block by block once: "
-                        "use the engine 'whole'"
-                    )
-                calls[j] = call
-                if j == first:
-                    entered[stack] = hidden
-                    if stack not in self.extras[at]:
-                        alone = by_output_alone(call, self.lazy.given, self.blocks[j])
-                        with alone, torch.no_grad(), own_forward(self._block(j)):
-                            made = self._block(j)(hidden, *call[0], **call[1])
-                        self.extras[at][stack] = None if isinstance(made, Tensor) else tuple(made[1:])
-                if j == last:
-                    if stack == until:
-                        raise Caught
-                    hidden = output(stack, at)
-                extras = self.extras[at][stack]
-                return hidden if extras is None else (hidden, *extras)
-
-            return forward
-
-        with ExitStack() as undo:
-            for stack, (first, last) in enumerate(self.stacks):
-                for j in range(first, last + 1):
-                    undo.enter_context(replaced(self._block(j), stand_in(j, stack, first, last)))
+        modules = [self.model.get_submodule(path) for path in self.blocks]
+        for j, module in enumerate(modules):
+            module.forward = stand_in(j)
+        try:
             yield
+        finally:
+            for module in modules:
+                del module.forward  # the class's own again
 
-    def _store(self, name: str) -> None:
-        tensors = {str(k): edge.detach().cpu() for k, edge in enumerate(self.edges)}
-        write_plain_safetensors(self._file(name), tensors)
+    def _run(self, j: int, hidden: Tensor, call: Call) -> Any:
+        """A block's own forward.
+
+        One that puts something for later blocks into what it is called with is refused, for no gradient would come
+        back from there: Gemma 3n and 4 share keys and values so.
+        """
+        block: nn.Module = self.model.get_submodule(self.blocks[j])
+        args, kwargs = call
+        shared = [value for value in (*args, *kwargs.values()) if isinstance(value, MutableMapping | list)]
+        before = list(map(len, shared))
+        made = type(block).forward(block, hidden, *args, **kwargs)
+        if list(map(len, shared)) != before:
+            raise TaskferryError(
+                f"{self.lazy.given}: {self.blocks[j]} hands later blocks more than its output: {WHOLE}"
+            )
+        return made
+
+    def _forward_only(self, batch: Batch) -> Tensor:
+        return ForwardOnly().bind(self.model, ())(batch)
+
+    def _which(self, hidden: Tensor) -> int:
+        """The micro-batch whose states these are: a head asks for any of them, in any order."""
+        shape, total = _mark(hidden)
+        alike = [k for k, (other, _) in enumerate(self._marks) if other == shape]
+        return min(alike, key=lambda k: abs(self._marks[k][1] - total))
+
+    def _store(self, name: str, tensors: Sequence[Tensor]) -> None:
+        parts = {str(k): tensor.detach().cpu().contiguous() for k, tensor in enumerate(tensors)}
+        write_plain_safetensors(self.scratch / f"{name}.safetensors", parts)
 
     def _stored(self, name: str, k: int) -> Tensor:
-        with safe_open(str(self._file(name)), framework="pt") as file:
-            hidden: Tensor = file.get_tensor(str(k))
-            return hidden.to(self.lazy.device, copy=True)
-
-    def _file(self, name: str) -> Path:
-        return self.scratch / f"{name}.safetensors"
-
-    def _unbound(self, batch: Batch) -> Tensor:  # noqa: ARG002
-        raise ValueError("run forward first")
-
-    def _block(self, j: int) -> nn.Module:
-        return self.model.get_submodule(self.blocks[j])
-
-    def _run(self, j: int, k: int, hidden: Tensor, cross: Sequence[Tensor]) -> Any:
-        args, kwargs = self.calls[k][j]
-
-        def real(value: Any) -> Any:
-            return cross[value.place] if isinstance(value, _Cross) else value
-
-        with by_output_alone((args, kwargs), self.lazy.given, self.blocks[j]):
-            return self._block(j)(hidden, *map(real, args), **{name: real(value) for name, value in kwargs.items()})
-
-    def _which(self, batch: Batch) -> int:
-        return self._place[batch.number]
+        with safe_open(str(self.scratch / f"{name}.safetensors"), framework="pt") as file:
+            tensor: Tensor = file.get_tensor(str(k))
+            return tensor.to(self.lazy.device, copy=True)
 
 
 def forward(
-    runs: Sequence[BlockwiseModel],
+    runs: Sequence[BlockRun],
+    objective: Objective,
+    loss: Loss | None = None,
     *,
+    change: TaskVector | None = None,
+    scales: Sequence[float] = (0.0,),
     backward: bool = True,
-    store: bool = True,
-    on_block: Callable[[], None] | None = None,
+    keep: bool = True,
+    on_block: Callable[[], None] = lambda: None,
 ) -> None:
-    """Several runs of one model (other changes, other scales) together: every weight is read once for all of them.
+    """Runs of one model together, each at its scale of a change: every weight is read once for all of them.
 
-    Block inputs go to disk where they are wanted on the way back; then the loss, and its gradient at the last block.
+    With `keep` hidden states stay on disk for the way back.
     """
-    give_back()  # maps of the last blocks and their sums
     one = runs[0]
-    several = len(runs) > 1
-    # Embeddings and heads are the largest part of a small model: one copy for all runs, where none of them changes it.
-    alike = not any(name in run.lazy.changes.deltas for run in runs for name in one.outer)
 
     @contextmanager
-    def outer(names: Sequence[str] = ()) -> Iterator[None]:
-        with one.lazy.cached([*names, *([] if alike else one.outer)], several), ExitStack() as held:
-            if alike:
-                held.enter_context(one.lazy.weights(one.outer))
-            yield
+    def shifted(names: Sequence[str]) -> Iterator[Iterator[BlockRun]]:
+        """The runs, each with these weights at its scale."""
+        with one.lazy.weights(names):
+            parameters = {name: one.model.get_parameter(name) for name in names}
+            mine = TaskVector({}) if change is None else change.take(names)
+            with moved_by(parameters, mine) as set_scale:
 
-    def own(run: BlockwiseModel) -> AbstractContextManager[None]:
-        return nullcontext() if alike else run.lazy.weights(run.outer)
+                def each() -> Iterator[BlockRun]:
+                    for run, scale in zip(runs, scales, strict=True):
+                        set_scale(scale)
+                        yield run
 
-    with frozen(one.model), torch.inference_mode(False):
-        for stack, (first, last) in enumerate(one.stacks):
-            with outer(one.parameters(first)):
-                for run in runs:
-                    with own(run):
-                        run.enter(stack)
-            for j in range(first, last + 1):
-                with one.lazy.cached(one.parameters(j), several):
-                    for run in runs:
-                        with torch.no_grad(), run.block(j):
-                            if j < last:
-                                one.lazy.read_next(one.parameters(j + 1))
-                            run.through(j, store)
-                if on_block is not None:
-                    on_block()
-            for run in runs:
-                run.end(stack)
-        with outer():
-            for run in runs:
-                with own(run):
-                    run.leave(backward)
+                yield each()
+
+    with frozen(one.model), torch.inference_mode(False), torch.no_grad():
+        with shifted([*one.outer, *one.names(0)]) as each:
+            for run in each:
+                run.enter()
+        for j in range(len(one.blocks)):
+            with shifted(one.names(j)) as each:
+                for run in each:
+                    run.through(j, keep)
+            on_block()
+        with shifted(one.outer) as each:
+            for run in each:
+                run.leave(objective, loss, backward=backward, keep=keep)
+
+
+class _Reached(Exception):
+    """The last block is called: the rest of a pass is not needed."""
+
+
+def _states(output: Any) -> Tensor:
+    """The hidden states that a block returns."""
+    states: Tensor = output if isinstance(output, Tensor) else output[0]
+    return states
+
+
+def _extras(output: Any) -> tuple[Any, ...] | None:
+    """What a block returns behind its hidden states; None where it returns them alone."""
+    return None if isinstance(output, Tensor) else tuple(output[1:])
+
+
+def _with(hidden: Tensor, extras: tuple[Any, ...] | None) -> Any:
+    return hidden if extras is None else (hidden, *extras)
+
+
+def _mark(hidden: Tensor) -> tuple[torch.Size, float]:
+    return hidden.shape, float(hidden.detach().double().sum())
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    if leaf.grad is None:
+        raise ValueError("no backward pass has reached it")
+    return leaf.grad

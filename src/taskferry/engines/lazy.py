@@ -5,20 +5,15 @@
     ...     lazy.model.get_submodule("model.layers.3")(hidden)
 
 The skeleton is built by accelerate without memory for parameters. Weights are read from safetensors, one tensor at a
-time, and each file is closed again, so that no mapped page stays resident. Where the model runs on a device, a thread
-reads the block that comes next while this one runs.
+time, and each file is closed again, so that no mapped page stays resident.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from taskferry.disk.files import hash_tensor, is_finite, write_plain_safetensors
-from taskferry.engines.memory import freed
 from taskferry.errors import TaskferryError
 from taskferry.models import Loaded, huggingface
 from taskferry.models.loaded import BUFFER, as_stored
@@ -43,11 +37,6 @@ class LazyModel:
         self, given: str, folder: Path, device: str | torch.device = "cpu", precision: str = "float32"
     ) -> None:
         self.given, self.folder, self.device = given, folder, torch.device(device)
-        self.changes = TaskVector({})  # added to what is read
-        self._cache: dict[str, Tensor] = {}  # what several readers of one part of the weights share
-        # One block more on the host: not where the host's memory is the one that is short.
-        self.reads_ahead = self.device.type != "cpu"
-        self._coming: dict[str, Future[dict[str, Tensor]]] = {}  # what is being read, by parameter
         if (form := huggingface.quantised(folder)) is not None:
             raise TaskferryError(
                 f"{given} is stored in {form}, which block by block does not read: use --engine whole, or "
@@ -96,12 +85,6 @@ class LazyModel:
             self.model.get_submodule(path)._buffers[leaf] = kept.to(self.device, copy=True)
         return found
 
-    def plus(self, changes: TaskVector) -> LazyModel:
-        """The same model with changes added as it is read; it shares the skeleton."""
-        other = copy.copy(self)
-        other.changes = changes
-        return other
-
     def loaded(self) -> Loaded:
         """For tokenizers and transforms: the skeleton, with where it came from."""
         return Loaded(self.model, self.given, self.folder, huggingface, extra=dict(self.extra))
@@ -116,27 +99,9 @@ class LazyModel:
         return [name for name in self.shapes if not name.startswith(inside)]
 
     def read(self, names: Iterable[str], dtype: torch.dtype | None = torch.float32) -> Iterator[tuple[str, Tensor]]:
-        """Parameters as they are stored, or in another precision; changes are added."""
-        for name, stored, own in self._stored_values(names):
-            # A copy in any case: nothing may point into the mapped file.
-            value = stored.to(dtype or stored.dtype, copy=not own)
-            if name in self.changes.deltas:
-                change = as_dense(self.changes.deltas[name])
-                value = (value.float() + change.to(value.device, torch.float32)).to(value.dtype)
-            yield name, value
-
-    def _stored_values(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor, bool]]:
-        """With whether nobody else has the tensor: those that were read ahead are handed out once."""
-        missing = []
-        for name in names:
-            if name in self._cache:
-                yield name, self._cache[name], False
-            elif name in self._coming:
-                yield name, self._coming.pop(name).result().pop(name), True
-            else:
-                missing.append(name)
-        for name, stored in self._from_files(missing):
-            yield name, stored, False
+        """Parameters as they are stored, or in another precision."""
+        for name, stored in self._from_files(names):
+            yield name, stored.to(dtype or stored.dtype, copy=True)  # nothing may point into the mapped file
 
     def _from_files(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         by_file: dict[Path, list[str]] = {}
@@ -153,36 +118,10 @@ class LazyModel:
             except (SafetensorError, OSError) as error:
                 raise TaskferryError(f"{path} cannot be read: {error}") from error
 
-    def read_next(self, names: Iterable[str]) -> None:
-        """Begin to read these, which are asked for soon, in a thread; what goes wrong there is raised when they are."""
-        wanted = [name for name in names if name not in self._coming and name not in self._cache]
-        if self.reads_ahead and wanted:
-            self._coming |= dict.fromkeys(wanted, self._reader.submit(self._on_host, wanted))
-
-    def _on_host(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Copies that a device takes without waiting, where it is CUDA."""
-        pinned = self.device.type == "cuda"
-        return {name: t.pin_memory() if pinned else t.clone() for name, t in self._from_files(names)}
-
-    @cached_property
-    def _reader(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="taskferry-reader")
-
-    @contextmanager
-    def cached(self, names: Iterable[str], wanted: bool = True) -> Iterator[None]:
-        """Inside, these parameters are read once from disk, however often they are asked for."""
-        if wanted:
-            self._cache.update({n: t if own else t.clone() for n, t, own in self._stored_values(list(names))})
-        try:
-            yield
-        finally:
-            self._cache.clear()
-
     @contextmanager
     def weights(self, names: Iterable[str]) -> Iterator[None]:
         """Parameters in memory while inside."""
         names = list(names)
-        size = sum(self.precision.itemsize * math.prod(self.shapes[name]) for name in names)
         try:
             for name, value in self.read(names, self.precision):
                 self._set(name, nn.Parameter(value.to(self.device), requires_grad=False))
@@ -193,7 +132,6 @@ class LazyModel:
                 empty = torch.empty(self.shapes[name], device="meta")
                 self._set(name, nn.Parameter(empty, requires_grad=False))
             self._tie()
-            freed(size)
 
     def hash(self) -> str:
         """As of the model in memory."""
@@ -204,12 +142,11 @@ class LazyModel:
 
     def write(self, tau: TaskVector, folder: Path, parts: Iterable[list[str]]) -> None:
         """The model with τ added, in its own precision, a shard for each part of its parameters."""
-        moved, total = self.plus(tau), 0
-        shards: dict[str, str] = {}
+        total, shards = 0, dict[str, str]()
         parts = [part for part in (*parts, self.buffers) if part]
         for number, names in enumerate(parts, 1):
             file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-            tensors = {self.stored[name]: value for name, value in moved.read(names, dtype=None)}
+            tensors = {self.stored[name]: value for name, value in self._as_written(names, tau)}
             write_plain_safetensors(folder / file, tensors)
             shards |= dict.fromkeys(tensors, file)
             total += sum(value.nbytes for value in tensors.values())
@@ -220,11 +157,19 @@ class LazyModel:
     def check(self, folder: Path, tau: TaskVector) -> None:
         """Read what was written, one parameter at a time, and compare it with what was meant."""
         written = LazyModel(str(folder), folder)
-        meant = self.plus(tau)
         for name in (*self.shapes, *self.buffers):
-            found, value = (next(model.read([name], dtype=None))[1] for model in (written, meant))
+            found, value = next(written.read([name], None))[1], next(self._as_written([name], tau))[1]
             if found.dtype != value.dtype or not torch.equal(found, value):
                 raise TaskferryError(f"{name} was not written as it was meant: nothing was kept")
+
+    def _as_written(self, names: Iterable[str], tau: TaskVector) -> Iterator[tuple[str, Tensor]]:
+        """Parameters with τ added, in the precision they are stored in."""
+        for name, stored in self.read(names, None):
+            if name in tau.deltas:
+                change = as_dense(tau.deltas[name]).to(stored.device, torch.float32)
+                yield name, (stored.float() + change).to(stored.dtype)
+            else:
+                yield name, stored
 
     def _set(self, name: str, parameter: nn.Parameter) -> None:
         path, _, leaf = name.rpartition(".")

@@ -1,16 +1,16 @@
-"""An engine is where a pair of models lives: whole in memory, block by block, over ranks of torch.distributed.
+"""An engine is where a pair of models lives: whole in memory, or block by block from disk.
 
-    >>> pair = WholePair(A, B, calibration, objective)           # sites, pairs and objectives are bound once
-    >>> pair.move(tau, Capture())                                # the same for every engine
+    >>> pair = WholePair(A, B, calibration, objective)           # layers, pairs and objectives are bound once
+    >>> pair.move(tau, Maps())                                   # the same for every engine
     >>> pair.losses(tau_B, [0, 0.5, 1, 2], held_out)             # all scales of a round together
 
-A method asks a pair to fit, to move and for losses, and never which engine it runs on.
+A method asks a pair to move and for losses, and never which engine it runs on.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,18 +19,16 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from taskferry.alignment import Alignment
+from taskferry.alignment import NO_CHANGE, Alignment
 from taskferry.collect.device import device_of
+from taskferry.collect.maps import Maps
 from taskferry.collect.progress import Progress
-from taskferry.collect.routing import Meeting, has_experts
 from taskferry.collect.scale import ScaleCurve
-from taskferry.collect.solve import UNREACHED, MapOptions, Solved
-from taskferry.collect.statistics import Capture
 from taskferry.coverage import reasons_to_keep
 from taskferry.data.batch import Calibration
 from taskferry.errors import TaskferryError
 from taskferry.layers.discovery import find_sites
-from taskferry.layers.pairing import DepthRule, Pair, Place, nearest_block, pair_sites
+from taskferry.layers.pairing import DepthRule, Pair, nearest_block, pair_sites
 from taskferry.layers.site import Site
 from taskferry.models.peft import prefix_of
 from taskferry.objectives.defaults import AnyObjective, both_objectives
@@ -59,16 +57,15 @@ class Moved:
 class Work:
     """How much memory a pair may take for sums, who is told of progress, and where finished groups are stored."""
 
-    sums_memory: int = 4 * 2**30  # bytes of sums at once: where they do not fit, sites are visited in groups
+    sums_memory: int = 4 * 2**30  # bytes of sums at once: where they do not fit, layers are visited in groups
     progress: Progress | None = None
     resume: Path | None = None
 
 
 class ModelPair(ABC):
-    """Two base models, their calibration set and their objectives."""
+    """Two base models, the samples that a change is made from, and their objectives."""
 
     engine: ClassVar[str]
-    walks: ClassVar[bool] = False  # whether losses at any number of scales take one walk over weights on disk
 
     def __init__(
         self,
@@ -91,33 +88,45 @@ class ModelPair(ABC):
                 f"no linear layer of {type(target).__name__} has a partner in {type(source).__name__}: "
                 "their blocks or roles have no name in common"
             )
-        self.experts: dict[str, Any] = {}  # of the target's blocks: how they met the source's, for the record
-        if has_experts(self.pairs):
-            self._match_experts()
 
-    def _match_experts(self) -> None:
-        """Pair experts by what they do, which their order in a model does not tell."""
-        meetings = self.meetings()
-        mixtures = {place: meeting.mixture() for place, meeting in meetings.items()}
-        self.pairs, self.reasons = pair_sites(self.source_sites, self.target_sites, self.depth_rule, mixtures)
-        self.experts = {f"{stack}.{block}": meeting.facts() for (stack, block), meeting in meetings.items()}
-        # A site that takes a share of every expert of the source is one site for each.
-        known = set(self.target_sites)
-        shares = [pair.target for pair in self.pairs if pair.target not in known]
-        rows = {(site.weight, site.rows) for site in shares}
-        self.target_sites = [site for site in self.target_sites if (site.weight, site.rows) not in rows] + shares
+    @abstractmethod
+    def move(self, tau: TaskVector, maps: Maps, changed: Collection[str] | None = None) -> Moved:
+        """Make maps, and move through them: τ_B = R_outᵀ τ_A R_in.
 
-    def meetings(self) -> dict[Place, Meeting]:
-        """Which experts meet in the blocks of the target."""
-        raise TaskferryError(
-            f"{type(self.source).__name__} or {type(self.target).__name__} has experts, which are matched by running "
-            f"both models whole: the engine '{self.engine}' cannot, use the engine 'whole'"
-        )
+        `changed` names the parameters of the source that change: no other layer gets a map. None: all do.
+        """
+
+    @abstractmethod
+    def losses(self, change: TaskVector, scales: Sequence[float], samples: Calibration) -> list[float]:
+        """The mean loss a sample of the target + scale · change, at each scale."""
+
+    @abstractmethod
+    def hash_of(self, side: int) -> str:
+        """sha256 over names, shapes, types and bytes of all parameters of the source (0) or the target (1)."""
 
     @cached_property
     def objectives(self) -> tuple[Objective, Objective]:
         """Of the source and of the target."""
         return both_objectives(self.objective, self.source, self.target, self.calibration)
+
+    def placement(self) -> dict[str, dict[str, str]]:
+        """Device and precision of either model."""
+        return {"source": _placed(self.source), "target": _placed(self.target)}
+
+    def still(self, changed: Collection[str] | None) -> dict[str, str]:
+        """Layers of the target that nothing moves to, because their source does not change, with the reason."""
+        if changed is None:
+            return {}
+        return {
+            pair.target.name: NO_CHANGE
+            for pair in self.pairs
+            if pair.source.weight not in changed and pair.source.bias not in changed
+        }
+
+    def wanted(self, changed: Collection[str] | None) -> list[Pair]:
+        """The pairs that get maps."""
+        still = self.still(changed)
+        return [pair for pair in self.pairs if pair.target.name not in still]
 
     def describe(self, gradients: bool = True) -> dict[str, Any]:
         """What a result rests on: both models, objectives, samples, versions."""
@@ -130,58 +139,19 @@ class ModelPair(ABC):
             "objective": [objective.describe() for objective in objectives],
             "calibration": {"samples": self.calibration.samples, "sha256": self.calibration.identity()},
             "versions": {"taskferry": __version__, "torch": torch.__version__},
-            **({"experts": self.experts} if self.experts else {}),
         }
+
+    def provenance(self, maps: Maps) -> dict[str, Any]:
+        """What maps rest on."""
+        rule = getattr(self.depth_rule, "__name__", repr(self.depth_rule))
+        settings = {"map_rank": maps.rank, "tolerance": maps.tolerance, "depth_rule": rule}
+        return {"settings": settings, **self.describe(maps.backward)}
 
     def _model(self, side: int) -> dict[str, str]:
         model = (self.source, self.target)[side]
-        prefix = prefix_of(model)
         precision = self.placement()["source" if side == 0 else "target"]["dtype"]
         told = {} if precision == "float32" else {"dtype": precision}  # the hash is of the weights in it
-        return {"class": type(model).__name__, "prefix": prefix, "sha256": self.hash_of(side), **told}
-
-    def placement(self) -> dict[str, dict[str, str]]:
-        """Device and precision of either model."""
-        return {side: _placed(model) for side, model in (("source", self.source), ("target", self.target))}
-
-    @abstractmethod
-    def hash_of(self, side: int) -> str:
-        """sha256 over names, shapes, types and bytes of all parameters of the source (0) or the target (1)."""
-
-    @abstractmethod
-    def move(self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str]) -> Moved:
-        """Fit and move: τ_B = R_outᵀ τ_A R_in. `left_out`: target sites that are not fitted, with the reason."""
-
-    @abstractmethod
-    def losses(self, change: TaskVector, scales: Sequence[float], samples: Calibration) -> list[float]:
-        """The mean loss a sample of the target + scale · change, at each scale."""
-
-    def wanted(self, left_out: Mapping[str, str]) -> list[Pair]:
-        """The pairs that are fitted."""
-        return [pair for pair in self.pairs if pair.target.name not in left_out]
-
-    def alignment(self, solved: Solved, capture: Capture, maps: MapOptions, left_out: Mapping[str, str]) -> Alignment:
-        """All maps with parameters, reasons and provenance."""
-        if self.pairs and not solved.pairs and set(solved.reasons.values()) == {UNREACHED}:
-            names = " or of ".join(dict.fromkeys(type(model).__name__ for model in (self.source, self.target)))
-            raise TaskferryError(f"the loss of {names} does not depend on any of its linear layers")
-        return solved.alignment(
-            source_parameters=shapes(self.source),
-            target_parameters=shapes(self.target),
-            reasons=parameter_reasons(self.target, self.target_sites, {**self.reasons, **left_out, **solved.reasons}),
-            provenance=self.provenance(capture, maps),
-        )
-
-    def provenance(self, capture: Capture, maps: MapOptions) -> dict[str, Any]:
-        """What the maps rest on."""
-        rule = getattr(self.depth_rule, "__name__", repr(self.depth_rule))
-        settings = {"map_rank": maps.rank, "tolerance": maps.tolerance, "depth_rule": rule}
-        return {"settings": settings, **self.describe(capture.backward)}
-
-
-def _placed(model: nn.Module) -> dict[str, str]:
-    precisions = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
-    return {"device": str(device_of(model)), "dtype": " and ".join(sorted(precisions))}
+        return {"class": type(model).__name__, "prefix": prefix_of(model), "sha256": self.hash_of(side), **told}
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -189,16 +159,19 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def parameter_reasons(model: nn.Module, sites: list[Site], reasons: Mapping[str, str]) -> dict[str, str]:
+def parameter_reasons(model: nn.Module, sites: Sequence[Site], reasons: Mapping[str, str]) -> dict[str, str]:
     """Parameter, or parameter#part of a packed one -> why it is not moved."""
     by_parameter = reasons_to_keep(model)
     for site in sites:
         part = site.name.partition("#")[2]
         for parameter in (site.weight, site.bias):
-            if parameter is None:
-                continue
-            if site.name in reasons:
+            if parameter is not None and site.name in reasons:
                 by_parameter[parameter] = reasons[site.name]
                 if part:
                     by_parameter[f"{parameter}#{part}"] = reasons[site.name]
     return by_parameter
+
+
+def _placed(model: nn.Module) -> dict[str, str]:
+    precisions = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
+    return {"device": str(device_of(model)), "dtype": " and ".join(sorted(precisions))}

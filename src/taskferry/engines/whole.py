@@ -6,29 +6,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
+from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
-from taskferry.alignment import NO_CHANGE, Alignment
-from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
-from taskferry.collect.capture import BICO, Loss, Side, collect
+from taskferry.alignment import Alignment
+from taskferry.collect.capture import Loss, Side, collect
 from taskferry.collect.device import place_of
+from taskferry.collect.maps import UNREACHED, Maps, Sums
 from taskferry.collect.progress import Progress, Steps
-from taskferry.collect.routing import Meeting, match_experts
 from taskferry.collect.scale import losses_at
-from taskferry.collect.solve import Finished, GroupSums, MapOptions, Solved, Step, solve_group
-from taskferry.collect.statistics import Capture, Statistics
 from taskferry.data.batch import Batch, Calibration
 from taskferry.disk.files import hash_parameters
 from taskferry.display.bars import with_bars
-from taskferry.engines.pair import ModelPair, Moved, Work
-from taskferry.layers.pairing import DepthRule, Pair, Place, nearest_block
+from taskferry.engines.pair import ModelPair, Moved, Work, parameter_reasons, shapes
+from taskferry.errors import TaskferryError
+from taskferry.layers.pairing import DepthRule, Pair, nearest_block
+from taskferry.linalg.sums import CrossCovariance
 from taskferry.objectives.defaults import AnyObjective
 from taskferry.objectives.objectives import ForwardOnly
 from taskferry.taskvector import TaskVector
+
+BICO = Maps()
 
 
 @with_bars
@@ -38,43 +42,73 @@ def fit(
     calibration: Calibration,
     objective: AnyObjective | tuple[AnyObjective, AnyObjective] | None = None,
     *,
-    capture: Capture = BICO,
-    map_rank: RankPolicy = "range",
-    tolerance: float = DEFAULT_TOLERANCE,
+    maps: Maps = BICO,
     depth_rule: DepthRule = nearest_block,
     only: Collection[str] | None = None,
-    factored: bool = False,
     work: Work | None = None,
     progress: Progress | bool | None = None,
 ) -> Alignment:
     """All maps from one frozen forward and backward pass of both models on the calibration set.
 
-    `map_rank` "range" keeps the directions the calibration set has seen; "full" is exactly as in the paper.
+    `maps` says what is aligned on each side, and which directions are kept: `Maps(rank="full")` as in the paper.
     `only` names the source parameters that will change: no other map is solved (a LoRA on q and v needs no MLP map).
-    `factored` leaves maps as two factors: for low-rank task vectors, which pass through them for less than forming R.
-    `capture` says what is aligned on each side; anything but the default is another method.
-    `work` bounds the bytes of sums alive at once, and names a folder for finished groups of sites.
+    `work` bounds the bytes of sums alive at once, and names a folder for finished groups of layers.
     `progress=True` shows bars; a function is called with what is done, the steps done and the steps in all.
     """
     work = work or Work()
-    tell = work.progress if progress is None or isinstance(progress, bool) else progress
-    work = Work(work.sums_memory, tell, work.resume)
-    pair = WholePair(source, target, calibration, objective, depth_rule=depth_rule, work=work)
-    left_out = {} if only is None else unchanged(pair.pairs, only)
-    return pair.fit(capture, MapOptions(map_rank, tolerance, factored), left_out)
+    if progress is not None and not isinstance(progress, bool):
+        work = replace(work, progress=progress)
+    return WholePair(source, target, calibration, objective, depth_rule=depth_rule, work=work).fit(maps, only)
 
 
 class WholePair(ModelPair):
     """Whole models in one process."""
 
     engine = "whole"
-    exact = False  # whether sums are added in float64, so that the number of processes does not show
-    first = True  # whether this process stores and gets the maps
 
-    def meetings(self) -> dict[Place, Meeting]:
-        """By forward passes over all samples, the same in every process."""
-        sides = Side(self.source, self._forward_only[0]), Side(self.target, self._forward_only[1])
-        return match_experts(sides, (self.source_sites, self.target_sites), self.pairs, self.calibration)
+    def move(self, tau: TaskVector, maps: Maps, changed: Collection[str] | None = None) -> Moved:
+        """Fit, then apply."""
+        alignment = self.fit(maps, changed)
+        return Moved(alignment.apply(tau), alignment, alignment.table(), provenance=alignment.provenance)
+
+    def fit(self, maps: Maps, changed: Collection[str] | None = None) -> Alignment:
+        """All maps. The pairs go in groups whose sums fit into the memory for them."""
+        pairs = self.wanted(changed)
+        groups = list(self._groups(pairs))
+        capturing = Steps(self.work.progress, "capture", len(groups) * len(self.calibration))
+        solving = Steps(self.work.progress, "solve", 2 * len(pairs))
+        rests_on = repr((self.describe(maps.backward), maps))
+        found: Alignment | None = None
+        for number, group in enumerate(groups):
+            file = self._file(number, len(groups))
+            part = None if file is None else _finished(file, rests_on, group)
+            if part is None:
+                sums = Sums()
+                collect(sums, *self._sides(maps), group, self.calibration, maps, capturing.step)
+                part = sums.solve(group, maps, solving.step)
+                if file is not None:
+                    replace(part, provenance={"rests on": _key(rests_on, group)}).save(file)
+            else:
+                capturing.step(len(self.calibration))
+                solving.step(2 * len(group))
+            found = part if found is None else found.joined(part)
+        if found is None:
+            found = Sums().solve([], maps)
+        elif not found.pairs and set(found.reasons.values()) == {UNREACHED}:
+            names = " or of ".join(dict.fromkeys(type(model).__name__ for model in (self.source, self.target)))
+            raise TaskferryError(f"the loss of {names} does not depend on any of its linear layers")
+        reasons = {**self.reasons, **self.still(changed), **found.reasons}
+        return replace(
+            found,
+            source_parameters=shapes(self.source),
+            target_parameters=shapes(self.target),
+            reasons=parameter_reasons(self.target, self.target_sites, reasons),
+            provenance=self.provenance(maps),
+        )
+
+    def losses(self, change: TaskVector, scales: Sequence[float], samples: Calibration) -> list[float]:
+        """Forward passes of the target, one scale after the other."""
+        return losses_at(self.target, change, self._bound[1], samples.side(1), scales)
 
     def hash_of(self, side: int) -> str:
         """Made once: frozen models do not change."""
@@ -84,127 +118,61 @@ class WholePair(ModelPair):
     def _hashes(self) -> tuple[str, str]:
         return hash_parameters(self.source), hash_parameters(self.target)
 
-    def move(self, tau: TaskVector, capture: Capture, maps: MapOptions, left_out: Mapping[str, str]) -> Moved:
-        """Fit, then apply."""
-        alignment = self.fit(capture, maps, left_out)
-        return Moved(self.applied(alignment, tau), alignment, alignment.table(), provenance=alignment.provenance)
-
-    def fit(self, capture: Capture, maps: MapOptions, left_out: Mapping[str, str]) -> Alignment:
-        """All maps. The pairs go in groups whose sums fit into the memory for them."""
-        pairs = self.wanted(left_out)
-        groups = self.groups(pairs, capture)
-        share, uncounted = self.share(), self.uncounted()
-        capturing = Steps(self.work.progress, "capture", len(groups) * len(share))
-        solving = Steps(self.work.progress, "solve", 2 * len(pairs))
-        finished = Finished(self.work.resume, len(groups), repr((self.describe(capture.backward), maps, capture)))
-        found = Solved()
-        for number, group in enumerate(groups):
-            done = finished.load(number, group) if self.first else None
-            if self.told(done is not None):
-                capturing.step(len(share))
-                solving.step(2 * len(group))
-                found.add(done or Solved())
-                continue
-            statistics = Statistics(exact=self.exact)
-            collect(statistics, *self._sides(capture), group, share, capture, capturing.step, uncounted)
-            sums = GroupSums.of(statistics, group)
-            del statistics  # each sum goes with its map
-            solved = self.solve(sums, group, maps, solving.step)
-            if self.first:
-                finished.save(number, group, solved)
-            found.add(solved)
-        return self.alignment(found, capture, maps, left_out)
-
-    def groups(self, pairs: Sequence[Pair], capture: Capture) -> list[list[Pair]]:
-        """Those that are captured together: their sums fit into the memory for them; a block is never split."""
-        found: list[list[Pair]] = [[]]
-        left = self.work.sums_memory
-        for _, block in groupby(pairs, key=_block):
-            members = list(block)
-            size = self.sums_bytes(members, capture)
-            if found[-1] and size > left:
-                found.append([])
-                left = self.work.sums_memory
-            found[-1] += members
-            left -= size
-        return found
-
-    def sums_bytes(self, pairs: Sequence[Pair], capture: Capture) -> int:
-        """Of their sums, at most."""
-        widest = max((p.element_size() for model in (self.source, self.target) for p in model.parameters()), default=4)
-        rows = self.calibration.tokens()
-        return (8 if self.exact else max(4, widest)) * sum(capture.numbers(pair, rows) for pair in pairs)
-
-    def _sides(self, capture: Capture) -> tuple[Side, Side]:
-        losses = self._bound if capture.backward or callable(self.objective) else self._forward_only
-        return Side(self.source, losses[0], self.whole(0)), Side(self.target, losses[1], self.whole(1))
-
     @cached_property
     def _bound(self) -> tuple[Loss, Loss]:
+        models = (self.source, self.target)
         first, second = (
-            objective.bind(model, on_device(self.calibration.side(side), model))
-            for side, (objective, model) in enumerate(zip(self.objectives, (self.source, self.target), strict=True))
+            objective.bind(model, _on_device(self.calibration.side(side), model))
+            for side, (objective, model) in enumerate(zip(self.objectives, models, strict=True))
         )
         return first, second
 
-    @cached_property
-    def _forward_only(self) -> tuple[Loss, Loss]:
-        return ForwardOnly().bind(self.source, ()), ForwardOnly().bind(self.target, ())
+    def _sides(self, maps: Maps) -> tuple[Side, Side]:
+        if maps.backward or callable(self.objective):
+            return Side(self.source, self._bound[0]), Side(self.target, self._bound[1])
+        loss = ForwardOnly()
+        return Side(self.source, loss.bind(self.source, ())), Side(self.target, loss.bind(self.target, ()))
 
-    def losses(self, change: TaskVector, scales: Sequence[float], samples: Calibration) -> list[float]:
-        """Forward passes of the target, one scale after the other."""
-        mine = self.mine(samples.side(1))
-        means = losses_at(self.target, change, self._bound[1], mine, scales) if mine else [0.0] * len(scales)
-        count = sum(map(len, mine))
-        return [self.total(mean * count) / samples.samples for mean in means]
+    def _groups(self, pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+        """Pairs that are captured together: their sums fit into the memory for them; a block is never split."""
+        models = (self.source, self.target)
+        size = max([4, *(p.element_size() for model in models for p in model.parameters())])
+        rows, group, left = self.calibration.tokens(), list[Pair](), self.work.sums_memory
+        for _, block in groupby(pairs, key=lambda pair: (pair.target.stack, pair.target.block)):
+            members = list(block)
+            sides = [(p.source.shape[side], p.target.shape[side]) for p in members for side in (0, 1)]
+            needed = size * sum(CrossCovariance.numbers(a, b, rows) for a, b in sides)
+            if group and needed > left:
+                yield group
+                group, left = [], self.work.sums_memory
+            group += members
+            left -= needed
+        if group:
+            yield group
 
-    # What ranks of a job do together; one process has every sample and solves every map.
-
-    def share(self) -> list[tuple[Batch, Batch]]:
-        """This process's micro-batches."""
-        return list(self.calibration)
-
-    def mine(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Its part of some micro-batches."""
-        return batches
-
-    def uncounted(self) -> list[tuple[Batch, Batch]]:
-        """Micro-batches that it runs because others wait for its part of the weights; not counted."""
-        return []
-
-    def whole(self, side: int) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """What a pass uses in place of the sharded parameters of a model."""
-        return {}
-
-    def applied(self, alignment: Alignment, tau: TaskVector) -> TaskVector:
-        """τ moved."""
-        return alignment.apply(tau)
-
-    def told(self, value: bool) -> bool:
-        """What the first process says."""
-        return value
-
-    def total(self, value: float) -> float:
-        """The sum over processes."""
-        return value
-
-    def solve(self, sums: GroupSums, group: list[Pair], maps: MapOptions, step: Step) -> Solved:
-        """The maps of a group."""
-        return solve_group(sums, group, maps, step)
+    def _file(self, number: int, groups: int) -> Path | None:
+        """Where a finished group is stored; a single one is not, for there would be nothing to go on with."""
+        if self.work.resume is None or groups < 2:
+            return None
+        return self.work.resume / f"group-{number + 1}-of-{groups}.alignment"
 
 
-def unchanged(pairs: Sequence[Pair], changed: Collection[str]) -> dict[str, str]:
-    """Target sites whose source parameters are not among those that change, with the reason."""
-    names = set(changed)
-    still = [p for p in pairs if p.source.weight not in names and p.source.bias not in names]
-    return dict.fromkeys((p.target.name for p in still), NO_CHANGE)
+def _finished(file: Path, rests_on: str, group: Sequence[Pair]) -> Alignment | None:
+    """The maps of a group that an earlier run has stored, if they rest on the same."""
+    if not file.is_file():
+        return None
+    try:
+        part = Alignment.load(file)
+    except TaskferryError:
+        return None  # half-written: solve it again
+    return part if part.provenance.get("rests on") == _key(rests_on, group) else None
 
 
-def on_device(batches: Sequence[Batch], model: nn.Module) -> list[Batch]:
-    """Where the model's inputs belong."""
+def _key(rests_on: str, group: Sequence[Pair]) -> str:
+    names = [(pair.source.name, pair.target.name) for pair in group]
+    return hashlib.sha256(repr((rests_on, names)).encode()).hexdigest()
+
+
+def _on_device(batches: Sequence[Batch], model: nn.Module) -> list[Batch]:
     place = place_of(model)
     return [batch.to(*place) for batch in batches]
-
-
-def _block(pair: Pair) -> tuple[str, int | None]:
-    return pair.target.stack, pair.target.block

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from taskferry.collect.device import frozen, place_of
-from taskferry.collect.halving import Halving
 from taskferry.data.batch import Batch
 from taskferry.display.bars import Tell, told
 from taskferry.errors import TaskferryError
@@ -58,7 +57,7 @@ def evaluate(
     `progress=True` shows a bar; a function is called with (done, total).
     """
     tell = told(progress, "scoring")
-    place, halving = place_of(model), Halving()
+    place = place_of(model)
     right = units = samples = 0
     total = 0.0
     answers = None
@@ -84,20 +83,20 @@ def evaluate(
         for done, batch in enumerate(test, 1):
             samples += len(batch)
             if choosing:
-                for scores, labels in halving.run(classes, batch):
-                    # A head made from shots may lack a class: its samples count as wrong, and their loss as none.
-                    known = labels < scores.shape[1]
-                    right += int((scores.argmax(1) == labels).sum())
-                    total += float(F.cross_entropy(scores[known], labels[known], reduction="sum"))
-                    units += int(known.sum())
+                scores, labels = classes(batch)
+                # A head made from shots may lack a class: its samples count as wrong, and their loss as none.
+                known = labels < scores.shape[1]
+                right += int((scores.argmax(1) == labels).sum())
+                total += float(F.cross_entropy(scores[known], labels[known], reduction="sum"))
+                units += int(known.sum())
             elif isinstance(objective, LanguageModel):
-                for words, labels, rows in halving.run(lambda part: predicted(model, part.to(*place)), batch):
-                    total += float(F.cross_entropy(words, labels, reduction="sum"))
-                    units += len(labels)
-                    if answers is not None:
-                        answers.count(words, labels, rows)
+                words, labels, rows = predicted(model, batch.to(*place))
+                total += float(F.cross_entropy(words, labels, reduction="sum"))
+                units += len(labels)
+                if answers is not None:
+                    answers.count(words, labels, rows)
             else:
-                total += sum(halving.run(lambda part: float(loss(part.to(*place))), batch))
+                total += float(loss(batch.to(*place)))
                 units += len(batch)
             if tell is not None:
                 tell(done, len(test))

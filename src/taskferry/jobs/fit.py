@@ -7,7 +7,6 @@ from dataclasses import replace
 from taskferry.alignment import Alignment
 from taskferry.disk.files import write_text
 from taskferry.disk.staging import check_free
-from taskferry.engines.launch import rank_and_size
 from taskferry.estimate import BACKWARD, estimate
 from taskferry.jobs.opening import opened, sample_lines
 from taskferry.jobs.record import Reporter
@@ -29,20 +28,13 @@ def fit_alignment(
         check_free(beside(settings.out))
     with opened(settings, reporter, settings.out, dry_run=dry_run) as models:
         job = Job(models.pair, models.tuned.tau, every_site=True)
-        if models.first:
-            lines = sample_lines(models)
-            size = rank_and_size()[1]
-            if size > 1:
-                lines["processes"] = f"{size}, which share passes and maps"
-            passes = BACKWARD if method.needs.gradients else 1.0
-            found = estimate(job.pair, job.wanted, source_passes=passes, target_passes=passes) if dry_run else None
-            reporter.plan(lines, found)
+        passes = BACKWARD if method.needs.gradients else 1.0
+        found = estimate(job.pair, job.wanted, source_passes=passes, target_passes=passes) if dry_run else None
+        reporter.plan(sample_lines(models), found)
         if dry_run:
             return None
-        if settings.shard:
-            models.shard(settings.devices)
         alignment = method.move(job, own).alignment
-        if not models.first or alignment is None:
+        if alignment is None:
             return None
         models.inputs.check()
         if models.drawn is not None:

@@ -17,10 +17,8 @@ from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import finished_groups
 from taskferry.disk.temporary import sweep, temporary_folder
 from taskferry.engines.blocks import BlockPair
-from taskferry.engines.launch import rank_and_size, started_by_torchrun
 from taskferry.engines.lazy import Difference, LazyModel
 from taskferry.engines.pair import ModelPair, Work
-from taskferry.engines.ranks import RankedPair, from_everyone, process_group, take_device
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
 from taskferry.jobs.record import Reporter
@@ -28,7 +26,7 @@ from taskferry.jobs.settings import FitSettings, MethodSettings, TransferSetting
 from taskferry.jobs.source import base_doubts
 from taskferry.models import Loaded, Skeleton, Tuned, is_adapter, load_pair, load_tuned, read_adapter
 from taskferry.models.huggingface import owns
-from taskferry.models.loaded import device_named, to_device
+from taskferry.models.loaded import device_named
 from taskferry.models.models import resolve
 from taskferry.objectives.generation import Drawn, adapters_in, draw
 from taskferry.objectives.heads import has_text_tower
@@ -47,18 +45,10 @@ class Opened:
     tuned: Tuned  # nothing, where no fine-tune was given
     prepared: Prepared
     inputs: Inputs
-    first: bool = True  # whether this process writes
     models: tuple[Loaded, ...] = ()  # in memory
     drawn: Drawn | None = None  # samples that were not given
     doubts: tuple[str, ...] = ()  # of the source base
     held_out: Calibration | None = None  # samples that make nothing, where a scale is chosen
-
-    def shard(self, devices: tuple[str, str]) -> None:
-        """Spread the weights of the blocks over the ranks, which then reach their devices."""
-        if isinstance(self.pair, RankedPair):
-            self.pair.shard()
-        for loaded, device in zip(self.models, devices, strict=True):
-            to_device(loaded, device)
 
 
 @contextmanager
@@ -68,23 +58,20 @@ def opened(settings: Settings, reporter: Reporter, out: Path | None, *, dry_run:
     given = {name: getattr(settings, name) for name in ("source_base", "source_tuned", "target_base")}
     found = {name: _resolved(name, value) for name, value in given.items() if value is not None}
     inputs = Inputs(**found, **settings.data)
-    first = rank_and_size()[0] == 0
     doubts = tuple(base_doubts(settings, found))
-    for doubt in doubts if first else ():
+    for doubt in doubts:
         reporter.warning(doubt)
     with ExitStack() as stack, _room(engine):
-        # Only the first rank stores what is finished, and takes it away.
-        resume = stack.enter_context(finished_groups(out)) if out is not None and first and not dry_run else None
-        told = reporter if first else Reporter()
-        samples = None if settings.generates else _samples(settings, found["source_base"], told)
-        work = Work(int(settings.statistics_memory * 2**30), reporter.step if first else None, resume)
+        resume = stack.enter_context(finished_groups(out)) if out is not None and not dry_run else None
+        samples = None if settings.generates else _samples(settings, found["source_base"], reporter)
+        work = Work(int(settings.statistics_memory * 2**30), reporter.step, resume)
         if engine == BlockPair.engine:
             if out is None:
                 raise ValueError("block by block needs a place beside its output")
             reporter.note(f"reading {settings.source_base} and {settings.target_base}")
             models = _on_disk(settings, stack.enter_context(_scratch(out)), work, inputs, samples)
         else:
-            models = _in_memory(settings, stack, work, inputs, told, samples, trial=dry_run or out is None)
+            models = _in_memory(settings, work, inputs, reporter, samples, trial=dry_run or out is None)
         yield replace(models, doubts=doubts)
 
 
@@ -126,7 +113,6 @@ def _samples(settings: Settings, source: str, reporter: Reporter) -> Samples:
 
 def _in_memory(
     settings: Settings,
-    stack: ExitStack,
     work: Work,
     inputs: Inputs,
     reporter: Reporter,
@@ -135,34 +121,23 @@ def _in_memory(
     trial: bool,
 ) -> Opened:
     """With `trial` no more samples are generated than a plan needs."""
-    shard = isinstance(settings, FitSettings) and settings.shard
-    if shard and not started_by_torchrun():
-        raise TaskferryError("--shard spreads a model over processes: start them with torchrun, or leave it out")
-    if started_by_torchrun():
-        take_device()
-    # Models that are to be sharded reach the device in parts.
-    devices = ("cpu", "cpu") if shard else settings.devices
     reporter.note(f"loading {settings.source_base} and {settings.target_base}")
-    source, target = load_pair(settings.source_base, settings.target_base, devices, settings.dtype)
+    source, target = load_pair(settings.source_base, settings.target_base, settings.devices, settings.dtype)
     if settings.source_tuned is not None:
         reporter.note(f"loading {settings.source_tuned}")
     tuned = _tuned(settings.source_tuned, source)
     reference = tuned if settings.source_tuned is not None else None
-    several, rank = started_by_torchrun(), rank_and_size()[0]
-    if several:
-        stack.enter_context(process_group())
     drawn = None
     if samples is None:
         folder = settings.data.get("adapters")
         drawn = draw(
-            settings, source, target, reference, trial=trial, progress=work.progress, rank=rank,
-            everyone=from_everyone if several else None, adapters=adapters_in(Path(folder)) if folder else (),
+            settings, source, target, reference, trial=trial, progress=work.progress,
+            adapters=adapters_in(Path(folder)) if folder else (),
         )  # fmt: skip
     prepared = _prepared(settings, source, target, reference, samples, drawn)
     fit, held_out = _split(settings, prepared.calibration)
-    engine = RankedPair if several else WholePair
-    pair = engine(source.model, target.model, fit, prepared.objectives, work=work)
-    return Opened(pair, target, tuned, prepared, inputs, rank == 0, (source, target), drawn, held_out=held_out)
+    pair = WholePair(source.model, target.model, fit, prepared.objectives, work=work)
+    return Opened(pair, target, tuned, prepared, inputs, (source, target), drawn, held_out=held_out)
 
 
 def _split(settings: MethodSettings, calibration: Calibration) -> tuple[Calibration, Calibration | None]:

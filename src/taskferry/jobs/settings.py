@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from taskferry.engines.launch import started_by_torchrun
 from taskferry.errors import TaskferryError
 from taskferry.settings import (
     GenerationSettings,
@@ -56,7 +55,7 @@ class MethodSettings(GenerationSettings, MapSettings, PairPlaceSettings):
     @property
     def engine_name(self) -> str:
         """Where the pair of models will live."""
-        return "ranks" if started_by_torchrun() else "whole"
+        return "whole"
 
     def chosen(self) -> tuple[Method, dict[str, Any]]:
         """The method and its settings: those given for it, and the general ones that it has."""
@@ -120,9 +119,6 @@ class FitSettings(MethodSettings, Writing):
     adapters: str | None = Field(
         None, description="a folder of adapters of the source base: each writes its share of generated samples"
     )
-    shard: bool = Field(
-        False, description="under torchrun: spread the weights of the blocks over the processes (FSDP2)"
-    )
 
     @property
     def data(self) -> dict[str, str]:
@@ -174,14 +170,10 @@ class TransferSettings(RefineSettings, OutputSettings, Writing):
     @property
     def engine_name(self) -> str:
         """Where the pair of models will live."""
-        if self.refine and (self.engine != "whole" or started_by_torchrun()):
-            raise TaskferryError(
-                "refining trains the target whole in one process: leave --refine out, or blockwise and torchrun"
-            )
+        if self.refine and self.engine != "whole":
+            raise TaskferryError("refining trains the target whole: leave --refine out, or --engine blockwise")
         if self.engine == "whole":
             return super().engine_name
-        if started_by_torchrun():
-            raise TaskferryError("engine blockwise runs in one process: leave torchrun out, or --engine blockwise")
         wrong = []
         if self.labels == "teacher":
             wrong.append("the tuned source cannot label the samples: give labels or completions")

@@ -33,7 +33,7 @@ from taskferry.objectives.teacher import Likeness, check_whole, kind_of, lesson_
 from taskferry.taskvector import TaskVector
 from taskferry.training.refine import Refined, refine
 
-ENGINES = {"whole": "both models in memory", "blockwise": "one block at a time", "ranks": "several processes"}
+ENGINES = {"whole": "both models in memory", "blockwise": "one block at a time"}
 WORSE = " Fewer answers are right than before: nothing was written (--force writes it anyway)."
 STEP = 8  # samples in one step of a refinement, roughly
 SOLVED = (
@@ -59,9 +59,8 @@ def transfer(
         _check_training(settings, models, kind)
         source = None if dry_run else _source(settings, models, reporter)
         job = Job(models.pair, models.tuned.tau, models.held_out)
-        if models.first:
-            found = _estimated(settings, job, method) if dry_run else None
-            reporter.plan(_second_lines(models, kind), found)
+        found = _estimated(settings, job, method) if dry_run else None
+        reporter.plan(_second_lines(models, kind), found)
         if dry_run:
             return None
         moved = method.move(job, own)
@@ -133,7 +132,7 @@ def transfer(
         if answers is not None and answers.gain[2] < 0 and settings.scale == "auto" and not settings.force:
             helps = False
             record["verdict"]["sentence"] += WORSE
-        if not helps or not models.first:
+        if not helps:
             return Outcome(record, None)
         record["verdict"]["sentence"] += dequantised(kind, models.target) + rounded(kind, models.target, written)
         record["verdict"]["sentence"] += packed(kind, written, adapter)

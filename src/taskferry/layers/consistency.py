@@ -36,7 +36,7 @@ def check_alignment(alignment: Alignment, where: str) -> None:
             _need(all(_is_size(n) for n in shape), where, f"{name} has the shape {shape}")
     texts = isinstance(alignment.reasons, dict) and all(isinstance(r, str) for r in alignment.reasons.values())
     _need(texts and isinstance(alignment.provenance, dict), where, "its reasons or its provenance")
-    roles: dict[str, tuple[str, bool, bool]] = {}  # target parameter -> what it is
+    roles: dict[str, tuple[str, bool]] = {}  # target parameter -> what it is
     parts: dict[str, int] = {}
     names: set[str] = set()
     for pair in alignment.pairs:
@@ -63,11 +63,10 @@ def check_alignment(alignment: Alignment, where: str) -> None:
         for site, table in zip((source, target), tables, strict=True):
             _need(_fits(site, table), where, f"the parameters of {site.name}")
         parts[target.weight] = parts.get(target.weight, 0) + 1
-        packed = target.rows is not None or target.expert is not None or target.share != 1
-        _need(parts[target.weight] == 1 or packed, where, f"{target.weight} is there twice")
+        _need(parts[target.weight] == 1 or target.rows is not None, where, f"{target.weight} is there twice")
         for parameter, kind in ((target.weight, "weight"), (target.bias, "bias")):
             if parameter is not None:
-                is_now = (kind, target.transposed, target.expert is None)
+                is_now = (kind, target.transposed)
                 _need(roles.setdefault(parameter, is_now) == is_now, where, parameter)
 
 
@@ -95,9 +94,7 @@ def _is_site(site: Site) -> bool:
     maybe = all(value is None or isinstance(value, str) for value in (site.bias, site.fixed))
     block = site.block is None or _is_size(site.block)
     shape = len(site.shape) == 2 and all(_is_size(n) and n > 0 for n in site.shape)
-    expert = site.expert is None or _is_size(site.expert)
-    share = isinstance(site.share, int | float) and not isinstance(site.share, bool) and 0 <= site.share <= 1
-    if not (texts and maybe and block and shape and expert and share and isinstance(site.transposed, bool)):
+    if not (texts and maybe and block and shape and isinstance(site.transposed, bool)):
         return False
     rows = site.rows
     if rows is None:
@@ -119,13 +116,6 @@ def _is_quality(quality: Any) -> bool:
 def _fits(site: Site, parameters: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether a site is (a part of) its parameters as they are stored."""
     stored, bias = parameters.get(site.weight), parameters.get(site.bias or "")
-    if site.expert is not None:
-        # One slice of a stack; a file may not ask for the memory of more experts than it brings maps for some of.
-        if stored is None or len(stored) != 3 or not site.expert < stored[0] <= PACKED:
-            return False
-        if bias is not None and bias[:1] != stored[:1]:
-            return False
-        stored, bias = stored[1:], None if bias is None else bias[1:]
     if stored is None or len(stored) < 2:
         return False
     out, wide = stored[0], math.prod(stored[1:])

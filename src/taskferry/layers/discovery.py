@@ -12,7 +12,6 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from taskferry.layers import Family, family_of
-from taskferry.layers.experts import experts_of, is_router
 from taskferry.layers.family import split_path
 from taskferry.layers.site import LinearParameter, Site, is_patch_embedding
 
@@ -22,17 +21,13 @@ def find_sites(model: nn.Module, family: Family | None = None) -> list[Site]:
     family = family or family_of(model)
     sites: list[Site] = []
     for linear in _linear_parameters(model, family):
-        whole = family.name_site(model, linear)
-        if not linear.experts:
-            sites += _parts(whole, linear, "#")
-        for expert in range(linear.experts):
-            sites += _parts(replace(whole, name=f"{whole.name}#{expert}", expert=expert), linear, ".")
+        sites += _parts(family.name_site(model, linear), linear)
     kinds = {at: family.kind(model, path) for at, path in block_paths(sites).items()}
     sites = [site if site.block is None else replace(site, kind=kinds[site.stack, site.block]) for site in sites]
     return _number_blocks(sites)
 
 
-def _parts(whole: Site, linear: LinearParameter, mark: str) -> list[Site]:
+def _parts(whole: Site, linear: LinearParameter) -> list[Site]:
     """One site for every part of a packed matrix, or the matrix itself.
 
     Parts that fill only a share of its rows repeat, one run a head.
@@ -48,7 +43,7 @@ def _parts(whole: Site, linear: LinearParameter, mark: str) -> list[Site]:
         role = whole.role.rsplit(".", 1)[0] + "." + part if "." in whole.role else part
         rows = (start, start + size) if runs == 1 else (start, start + size, period)
         shape = (size * runs, whole.shape[1])
-        sites.append(replace(whole, name=f"{whole.name}{mark}{part}", role=role, rows=rows, shape=shape))
+        sites.append(replace(whole, name=f"{whole.name}#{part}", role=role, rows=rows, shape=shape))
         start += size
     return sites
 
@@ -93,12 +88,6 @@ def _linear_parameters(model: nn.Module, family: Family) -> list[LinearParameter
             qkv = (("q", out // 3), ("k", out // 3), ("v", out // 3))
             linear = LinearParameter(f"{dot}in_proj", f"{dot}in_proj_weight", bias, out, in_, parts=qkv)
             add(linear, module.in_proj_weight)
-        elif (experts := experts_of(module)) is not None:
-            for linear, parameter in experts.parameters(module, dot):
-                add(linear, parameter)
-        elif is_router(module):
-            out, in_ = module.weight.shape
-            add(LinearParameter(path, f"{dot}weight", _bias(module, dot), out, in_), module.weight)
         for name in family.bare_projections:
             parameter = module._parameters.get(name)
             if parameter is not None and parameter.ndim == 2:

@@ -13,6 +13,9 @@ from taskferry.layers.site import LinearParameter, Site
 from taskferry.layers.tokens import Layout
 
 HEAD = "a task head: its outputs are the task's classes or the vocabulary, not a space of the model"
+EXPERT = "an expert of a mixture: which tokens it sees is this model's own, so it stays"
+ROUTER = "a router of a mixture: its outputs are this model's own experts, so it stays"
+_EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.")  # one module each, as releases of transformers before 5 keep them
 
 
 class Family:
@@ -39,6 +42,10 @@ class Family:
         role = _first(self.roles, path) or path
         stack = _first(self.stacks, prefix)
         fixed = HEAD if self.is_head(linear.path) else None
+        if role == "router":
+            fixed = ROUTER
+        elif _EXPERT.search(linear.path):
+            fixed = EXPERT
         return Site(
             name=linear.path,
             weight=linear.weight,

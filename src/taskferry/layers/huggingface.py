@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from taskferry.data.batch import IGNORED, Batch
-from taskferry.layers.experts import ROUTER
 from taskferry.layers.family import Family, image_grid
 from taskferry.layers.packing import parts_of
 from taskferry.layers.registry import register
@@ -46,14 +45,11 @@ class HuggingFace(Family):
         (r"linear_attn\.in_proj_a", "linear.a"),
         (r"linear_attn\.in_proj_z", "linear.z"),
         (r"linear_attn\.out_proj", "linear.o"),
-        (r"experts\.gate_up_proj", "experts.gate_up"),
-        (r"experts\.up_proj", "experts.up"),
-        (r"experts\.down_proj", "experts.down"),
         (r"shared_experts?\.gate_proj", "shared.gate"),
         (r"shared_experts?\.up_proj", "shared.up"),
         (r"shared_experts?\.down_proj", "shared.down"),
         # A router of its own class, or a plain linear layer: `mlp.gate` is no gate of an MLP.
-        (r"(?:mlp|block_sparse_moe|feed_forward|moe)\.(?:gate|router)", ROUTER),
+        (r"(?:mlp|block_sparse_moe|feed_forward|moe)\.(?:gate|router)", "router"),
         (r"mlp\.(?:gate_up_proj|Wi)", "mlp.gate_up"),
         (r"mlp\.gate_proj|DenseReluDense\.wi_0", "mlp.gate"),
         (

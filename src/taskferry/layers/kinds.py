@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from taskferry.layers.experts import ROUTER
 from taskferry.layers.site import Site
 
-_MLP = ("mlp.", "experts.", "shared.", ROUTER)
+_MLP = ("mlp.", "shared.", "router")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ in one piece, or in one piece for every head: `rows=(8, 16, 24)` is 8 to 16, 32 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,15 +33,12 @@ class Site:
     transposed: bool = False  # stored as [in, out]
     fixed: str | None = None  # why this site is never moved
     kind: str = ""  # what its block is among the blocks of its stack, where the model says so: "sliding attention"
-    expert: int | None = None  # which slice of experts stacked in one parameter
-    share: float = 1.0  # of several changes that come together in one weight: what this one counts
 
     def oriented(self, stored: Tensor) -> Tensor:
-        """The whole matrix of this site's expert, or the whole parameter, as [out, in] (a view); a bias as it is."""
-        W = stored if self.expert is None else stored[self.expert]
-        if W.ndim == 1:
-            return W
-        W = W.flatten(1) if W.ndim > 2 else W
+        """The whole parameter as [out, in] (a view); a bias as it is."""
+        if stored.ndim == 1:
+            return stored
+        W = stored.flatten(1) if stored.ndim > 2 else stored
         return W.T if self.transposed else W
 
     def read(self, stored: Tensor) -> Tensor:
@@ -60,11 +57,6 @@ class Site:
         """The inverse of `own`: this site's outputs into the first dimension of all."""
         mine = self._within(packed)
         mine.copy_(part.reshape(mine.shape))
-
-    def add(self, part: Tensor, packed: Tensor) -> None:
-        """The same, added to what is there."""
-        mine = self._within(packed)
-        mine += part.reshape(mine.shape)
 
     def _within(self, packed: Tensor, dim: int = 0, first: int = 0) -> Tensor:
         """A view of this site's outputs; where they repeat, with a dimension for the repetitions before their own."""
@@ -88,7 +80,6 @@ class LinearParameter:
     in_features: int
     transposed: bool = False
     parts: tuple[tuple[str, int], ...] = ()  # (suffix of the role, rows) of a packed matrix; fewer rows in all repeat
-    experts: int = 0  # how many are stacked in it; 0 for a plain matrix
 
 
 def is_patch_embedding(module: nn.Conv2d) -> bool:
@@ -102,7 +93,7 @@ def is_patch_embedding(module: nn.Conv2d) -> bool:
     )
 
 
-def depths(sites: list[Site]) -> Mapping[str, int]:
+def depths(sites: Sequence[Site]) -> Mapping[str, int]:
     """Number of blocks of each stack."""
     depth: dict[str, int] = {}
     for site in sites:

@@ -1,4 +1,4 @@
-"""The mathematics of BiCo: orthogonal Procrustes maps and the bilinear map (paper, equations 6 to 9).
+"""Orthogonal Procrustes maps and the bilinear map (paper, equations 6 to 9).
 
     >>> C = X_A.T @ X_B                               # [d_A, d_B], summed over tokens
     >>> R, spectrum = procrustes(C)                   # R: d_A -> d_B
@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
-from taskferry.linalg.decompositions import Solver, by_eigh, by_svd, choose_solver, of_rows
-from taskferry.linalg.polar import polar
 
 NOT_FINITE = "activations or gradients are not finite: load the models in float32, or scale the loss down"
 
@@ -43,39 +41,28 @@ class Map:
         return None if self.U is None or self.V is None else (self.U, self.V)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(d_A, d_B)."""
-        if self.R is not None:
-            return self.R.shape[0], self.R.shape[1]
-        U, V = self._need_factors()
-        return U.shape[0], V.shape[0]
+    def _parts(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor in (self.R, self.U, self.V) if tensor is not None)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The precision of its numbers."""
-        return self.R.dtype if self.R is not None else self._need_factors()[0].dtype
+    def shape(self) -> tuple[int, int]:
+        """(d_A, d_B)."""
+        first, last = self._parts[0], self._parts[-1]
+        return first.shape[0], last.shape[1] if self.R is not None else last.shape[0]
 
     @property
     def device(self) -> torch.device:
         """Where it lies."""
-        return self.R.device if self.R is not None else self._need_factors()[0].device
+        return self._parts[0].device
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Source row vectors [n, d_A] in target coordinates [n, d_B]: rows @ R."""
-        if self.R is not None:
-            rows, R = _alike(rows, self.R)
-            return rows @ R
-        U, V = self._need_factors()
-        rows, U = _alike(rows, U)
-        return (rows @ U) @ V.to(rows).T
+        rows, *parts = _alike(rows, *self._parts)
+        return rows @ parts[0] if self.R is not None else (rows @ parts[0]) @ parts[1].T
 
     def columns(self, columns: Tensor) -> Tensor:
         """Source column vectors [d_A, n] in target coordinates [d_B, n]: Rᵀ @ columns."""
-        if self.R is not None:
-            return self(columns.T).T  # thin rows times R are faster than Rᵀ times thin columns
-        U, V = self._need_factors()
-        columns, U = _alike(columns, U)
-        return V.to(columns) @ (U.T @ columns)
+        return self(columns.T).T  # thin rows times R are faster than Rᵀ times thin columns
 
     def cost(self, vectors: int) -> int:
         """Multiply-adds to carry so many vectors over."""
@@ -84,15 +71,7 @@ class Map:
 
     def dense(self) -> Tensor:
         """R as one matrix [d_A, d_B]."""
-        if self.R is not None:
-            return self.R
-        U, V = self._need_factors()
-        return U @ V.T
-
-    def _need_factors(self) -> tuple[Tensor, Tensor]:
-        if self.U is None or self.V is None:  # cannot happen after __post_init__; tells the type checker
-            raise ValueError("this map is dense")
-        return self.U, self.V
+        return self._parts[0] if self.R is not None else self._parts[0] @ self._parts[1].T
 
 
 @dataclass(frozen=True)
@@ -101,17 +80,12 @@ class Spectrum:
 
     rank: int  # directions kept
     largest: float  # σ_1
-    smallest: float | None  # σ of the last direction kept; None where the solver does not see it
+    smallest: float  # σ of the last direction kept
     nuclear: float  # Σ σ over the kept directions = ⟨X_A R, X_B⟩
 
 
 def procrustes(
-    C: Tensor,
-    *,
-    rank: RankPolicy = "range",
-    tolerance: float = DEFAULT_TOLERANCE,
-    factored: bool = False,
-    solver: Solver = "auto",
+    C: Tensor, *, rank: RankPolicy = "range", tolerance: float = DEFAULT_TOLERANCE, factored: bool = False
 ) -> tuple[Map, Spectrum]:
     """R = U Vᵀ for C = X_Aᵀ X_B = U Σ Vᵀ (equations 6 and 7), decomposed in float64, returned in C's precision.
 
@@ -121,34 +95,15 @@ def procrustes(
     its implementation. "range" keeps the singular directions above `tolerance` · σ_1; "full" keeps
     all min(d_A, d_B) of them, exactly as in the paper.
     `factored` leaves U and V unmultiplied, for low-rank task vectors, which pass through them for less.
-
-    Costs one decomposition of a min(d_A, d_B)² matrix and four float64 copies of C.
     """
-    return procrustes_batch(_matrix(C)[None], rank=rank, tolerance=tolerance, factored=factored, solver=solver)[0]
-
-
-def procrustes_batch(
-    C: Tensor,
-    *,
-    rank: RankPolicy = "range",
-    tolerance: float = DEFAULT_TOLERANCE,
-    factored: bool = False,
-    solver: Solver = "auto",
-) -> list[tuple[Map, Spectrum]]:
-    """The same for matrices of one shape, [batch, d_A, d_B], in one decomposition call."""
+    if C.ndim != 2:
+        raise ValueError(f"a cross-covariance is a matrix [d_A, d_B], got shape {tuple(C.shape)}")
     check_finite(C)
-    full = rank == "full"
-    solver = choose_solver(C, full) if solver == "auto" else solver
-    if solver == "products":
-        if full:
-            raise ValueError("matrix products cannot see the null space: rank policy 'full' needs the svd solver")
-        R, largest = polar(C, tolerance=tolerance)
-        return [_from_products(*each) for each in zip(C, R, largest.tolist(), strict=True)]
-    parts = by_svd(C, full) if solver == "svd" else by_eigh(C)
-    return [
-        partial_isometry(U, sigma, V, rank=rank, tolerance=tolerance, dtype=C.dtype, factored=factored)
-        for U, sigma, V in zip(*parts, strict=True)
-    ]
+    # Sums in float32 carry 1e-7 of rounding, above what squaring C loses in float64: there the symmetric eigenproblem
+    # gives the same map in half of the time. "full" needs the null space too.
+    exact = rank == "full" or C.dtype == torch.float64
+    parts = _by_svd(C.double(), rank == "full") if exact else _by_eigh(C.double())
+    return _partial_isometry(*parts, rank, tolerance, C.dtype, factored)
 
 
 def procrustes_from_rows(
@@ -156,9 +111,13 @@ def procrustes_from_rows(
 ) -> tuple[Map, Spectrum]:
     """The "range" map of C = X_Aᵀ X_B from its rows [M, d_A] and [M, d_B], for M < d: C is never formed.
 
-    The rank is then at most M, exactly, and the map stays factored.
+    With X_Aᵀ = Q_A T_A and X_Bᵀ = Q_B T_B the SVD of the small T_A T_Bᵀ is that of C. The rank is at most M, exactly.
     """
-    return partial_isometry(*of_rows(X_A, X_B), rank="range", tolerance=tolerance, dtype=X_A.dtype, factored=factored)
+    check_finite(X_A, X_B)
+    Q_A, T_A = torch.linalg.qr(X_A.double().mT)
+    Q_B, T_B = torch.linalg.qr(X_B.double().mT)
+    U, sigma, V = _by_svd(T_A @ T_B.mT)
+    return _partial_isometry(Q_A @ U, sigma, Q_B @ V, "range", tolerance, X_A.dtype, factored)
 
 
 def bilinear(R_out: Map, tau: Tensor, R_in: Map) -> Tensor:
@@ -181,52 +140,48 @@ def is_finite(X: Tensor) -> bool:
     return bool(torch.isfinite(X.sum())) or bool(torch.isfinite(X).all())
 
 
-def _alike(rows: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
-    """In the finer of the two precisions: half-precision factors must not round the map."""
-    dtype = torch.promote_types(rows.dtype, R.dtype)
-    return rows.to(dtype), R.to(rows.device, dtype)
+def _alike(rows: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+    """In the finer of the two precisions, where the rows lie: half-precision factors must not round the map."""
+    dtype = torch.promote_types(rows.dtype, parts[0].dtype)
+    return rows.to(dtype), *(part.to(rows.device, dtype) for part in parts)
 
 
-def _matrix(C: Tensor) -> Tensor:
-    if C.ndim != 2:
-        raise ValueError(f"a cross-covariance is a matrix [d_A, d_B], got shape {tuple(C.shape)}")
-    return C
+def _by_svd(C: Tensor, full: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """U, σ, V by the SVD; `full` asks for orthonormal columns where σ = 0 as well."""
+    try:
+        U, sigma, Vh = torch.linalg.svd(C, full_matrices=False)
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        # LAPACK's divide and conquer may fail on many equal singular values, as near-isometries have them.
+        if full:
+            raise ValueError(
+                "the SVD does not converge: take the rank policy 'range', which has another way"
+            ) from error
+        return _by_eigh(C)
+    return U, sigma, Vh.mT
 
 
-def _from_products(C: Tensor, R: Tensor, largest: float) -> tuple[Map, Spectrum]:
-    """What the polar iteration knows: its rank is ‖R‖², its nuclear norm ⟨R, C⟩, its smallest value nothing."""
-    spectrum = Spectrum(
-        rank=round(float(R.square().sum())),
-        largest=largest,
-        smallest=None,
-        nuclear=float((R * C).sum()),
-    )
-    return Map(R=R.to(C.dtype)), spectrum
+def _by_eigh(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U, σ, V by the eigenproblem of the smaller Gram matrix; columns with σ = 0 are zero."""
+    if C.shape[0] > C.shape[1]:
+        V, sigma, U = _by_eigh(C.mT)
+        return U, sigma, V
+    U = torch.linalg.eigh(C @ C.mT)[1].flip(-1)  # eigh is ascending, singular values descend
+    V = C.mT @ U  # columns v_i σ_i: their lengths are σ_i, more exact than the roots of the eigenvalues
+    sigma = torch.linalg.vector_norm(V, dim=0)
+    return U, sigma, V.div_(sigma.clamp_min(torch.finfo(sigma.dtype).tiny))
 
 
-def partial_isometry(
-    U: Tensor,
-    sigma: Tensor,
-    V: Tensor,
-    *,
-    rank: RankPolicy,
-    tolerance: float,
-    dtype: torch.dtype,
-    factored: bool,
+def _partial_isometry(
+    U: Tensor, sigma: Tensor, V: Tensor, rank: RankPolicy, tolerance: float, dtype: torch.dtype, factored: bool
 ) -> tuple[Map, Spectrum]:
-    """U Vᵀ over the directions that the rank policy keeps, in the precision of the statistics."""
+    """U Vᵀ over the directions that the rank policy keeps, in the precision of the sums."""
     largest = float(sigma.max()) if sigma.numel() else 0.0
-    keep = torch.ones_like(sigma, dtype=torch.bool) if rank == "full" else sigma > tolerance * largest
-    U, V = U.to(dtype), V.to(dtype)  # rounded once, then multiplied: the result is rounded to that precision anyway
-    if not bool(keep.all()):
+    if rank == "range":
+        keep = sigma > tolerance * largest
         U, V, sigma = U[:, keep], V[:, keep], sigma[keep]
     r, d_A, d_B = sigma.numel(), U.shape[0], V.shape[0]
-    spectrum = Spectrum(
-        rank=r,
-        largest=largest,
-        smallest=float(sigma.min()) if r else 0.0,
-        nuclear=float(sigma.sum()),
-    )
+    spectrum = Spectrum(r, largest, float(sigma.min()) if r else 0.0, float(sigma.sum()))
+    U, V = U.to(dtype), V.to(dtype)  # rounded once, then multiplied: the result is rounded to that precision anyway
     if factored or r * (d_A + d_B) < d_A * d_B:
         return Map(U=U.contiguous(), V=V.contiguous()), spectrum
     return Map(R=U @ V.T), spectrum

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from taskferry.choices import DEFAULT_TOLERANCE
-from taskferry.collect.statistics import Capture, Signal
+from taskferry.collect.maps import Maps, Signal
 from taskferry.methods import Job, MapRank, Moved, Needs, Tolerance, method
 
 
@@ -23,4 +23,4 @@ def bico(
     tolerance: Tolerance = DEFAULT_TOLERANCE,
 ) -> Moved:
     """Activations align the input side, gradients the output side: τ_B = R_outᵀ τ_A R_in."""
-    return job.move(Capture(inputs, outputs), job.maps(map_rank, tolerance))
+    return job.move(Maps(inputs, outputs, map_rank, tolerance))

@@ -98,7 +98,7 @@ def nothing(job: Job, seed: int) -> TaskVector:
     generator = torch.Generator().manual_seed(seed)
     deltas: dict[str, Delta] = {}
     for site in job.pair.target_sites:
-        learns = site.block is not None and site.expert is None and site.fixed is None
+        learns = site.block is not None and site.fixed is None
         if not learns or site.weight in deltas or (rank is not None and site.weight not in linear):
             continue
         deltas[site.weight] = zero(job, site, rank, generator)

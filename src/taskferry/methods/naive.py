@@ -7,7 +7,6 @@ from torch import Tensor
 
 from taskferry.alignment import AlignedPair, Alignment
 from taskferry.collect.device import device_of
-from taskferry.collect.solve import router_map
 from taskferry.coverage import Coverage, Row
 from taskferry.engines.pair import ModelPair, parameter_reasons, shapes
 from taskferry.linalg.procrustes import Map
@@ -44,9 +43,7 @@ def identity_alignment(pair: ModelPair) -> Alignment:
 
     def same(side: int) -> dict[str, Map]:
         sizes = {p.target.name: (p.source.shape[side], p.target.shape[side]) for p in pair.pairs}
-        maps = {name: Map(R=torch.eye(a, b, device=device)) for name, (a, b) in sizes.items()}
-        routers = [p for p in pair.pairs if p.experts and not side]  # their outputs follow the experts
-        return maps | {p.target.name: router_map(p)[0] for p in routers}
+        return {name: Map(R=torch.eye(a, b, device=device)) for name, (a, b) in sizes.items()}
 
     return Alignment(
         pairs=tuple(AlignedPair(p.source, p.target, p.target.name, p.note) for p in pair.pairs),

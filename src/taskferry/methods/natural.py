@@ -87,7 +87,7 @@ def learning_sites(sites: Sequence[Site], layers: Layers, depth: float) -> list[
     """The layers that learn, packed ones as whole matrices; experts of mixtures, which see few tokens each, stay."""
     found, blocks = {}, depths(list(sites))
     for site in sites:
-        if site.block is None or site.expert is not None or site.fixed is not None:
+        if site.block is None or site.fixed is not None:
             continue
         late = site.block >= math.floor((1 - depth) * blocks[site.stack])
         if late and re.fullmatch(ROLES[layers], site.role):

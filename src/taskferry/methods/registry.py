@@ -13,7 +13,7 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -21,13 +21,12 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import ConfigDict, ValidationError, create_model
 from torch import nn
 
-from taskferry.choices import DEFAULT_TOLERANCE, RankPolicy
+from taskferry.choices import RankPolicy
+from taskferry.collect.maps import Maps
 from taskferry.collect.scale import LARGEST, ROUNDS, START, ScaleCurve, choose_scale
-from taskferry.collect.solve import MapOptions
-from taskferry.collect.statistics import Capture
 from taskferry.data.batch import Calibration
 from taskferry.engines.pair import CannotMove, ModelPair, Moved, Work, shapes
-from taskferry.engines.whole import WholePair, unchanged
+from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
 from taskferry.layers import family_of
 from taskferry.layers.family import HEAD
@@ -83,23 +82,20 @@ class Job:
         """The samples that losses are taken on."""
         return self.pair.calibration if self.held_out is None else self.held_out
 
-    def maps(self, rank: RankPolicy = "range", tolerance: float = DEFAULT_TOLERANCE) -> MapOptions:
-        """How maps are made: as two factors where a low-rank change alone passes through them."""
-        return MapOptions(rank, tolerance, factored=self.tau.low_rank and not self.every_site)
-
     @property
-    def still(self) -> dict[str, str]:
-        """Target sites that nothing moves to, with the reason."""
-        return {} if self.every_site else unchanged(self.pair.pairs, self.tau.deltas.keys())
+    def changed(self) -> Collection[str] | None:
+        """Names of the source's parameters that change; None where maps are for any fine-tune."""
+        return None if self.every_site else self.tau.deltas.keys()
 
     @property
     def wanted(self) -> list[Pair]:
-        """The pairs that are fitted."""
-        return self.pair.wanted(self.still)
+        """The pairs that get maps."""
+        return self.pair.wanted(self.changed)
 
-    def move(self, capture: Capture, maps: MapOptions) -> Moved:
-        """Fit the maps that are needed, and move the task vector."""
-        return self.pair.move(self.tau, capture, maps, self.still)
+    def move(self, maps: Maps) -> Moved:
+        """Make the maps that are needed, as two factors where a low-rank change alone passes through them; move."""
+        maps = replace(maps, factored=self.tau.low_rank and not self.every_site)
+        return self.pair.move(self.tau, maps, self.changed)
 
     def losses(self, change: TaskVector, scales: Sequence[float]) -> list[float]:
         """The mean loss at each scale, on the samples held out."""
@@ -120,7 +116,7 @@ class Job:
             return found
 
         few = self.calibration.samples + (0 if self.held_out is None else self.held_out.samples) < FEW
-        curve = choose_scale(losses, rounds=rounds, largest=1.0 if few else LARGEST, together=self.pair.walks)
+        curve = choose_scale(losses, rounds=rounds, largest=1.0 if few else LARGEST)
         if step is not None:
             step("scale", tried, tried)  # the search may end early
         return curve

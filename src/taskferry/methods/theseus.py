@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from taskferry.choices import DEFAULT_TOLERANCE
-from taskferry.collect.statistics import Capture
+from taskferry.collect.maps import Maps
 from taskferry.methods import Job, MapRank, Moved, Needs, Tolerance, method
 
 
 @method(needs=Needs(maps=True))
 def theseus(job: Job, *, map_rank: MapRank = "range", tolerance: Tolerance = DEFAULT_TOLERANCE) -> Moved:
     """Layer inputs align the input side, layer outputs the output side; forward passes only."""
-    return job.move(Capture(outputs="activations"), job.maps(map_rank, tolerance))
+    return job.move(Maps(outputs="activations", rank=map_rank, tolerance=tolerance))

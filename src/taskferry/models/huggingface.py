@@ -361,4 +361,4 @@ def imported(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise TaskferryError(f"{name} is needed for this model: pip install 'taskferry[hf]'") from error
+        raise TaskferryError(f"{name} is needed for this model: pip install {name}") from error

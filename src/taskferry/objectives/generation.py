@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,6 @@ STAGE = "generate"
 BATCH = 16  # texts that are written together
 TRIES = 4  # so many times the texts that are wanted, where some say nothing
 HALF = 0.5  # of the scale that is best on whole texts of the source (docs/how-to/no-data.md)
-
-Everyone = Callable[[list[Row]], list[list[Row]]]  # what each process has drawn, in the order of their numbers
 
 
 @dataclass(frozen=True)
@@ -89,16 +87,13 @@ class Author:
     given: Sequence[Row] = ()  # prompts
     place: int = 0  # among several authors: each draws other numbers
 
-    def write(
-        self, wanted: int, most: int, steps: Steps, rank: int, everyone: Everyone | None
-    ) -> tuple[list[Row], int]:
+    def write(self, wanted: int, most: int, steps: Steps) -> tuple[list[Row], int]:
         """So many samples from at most so many batches, and the batches that it took."""
         rows, number = list[Row](), 0
         while len(rows) < wanted and number < most:
-            parts = everyone(self.rows(number + rank)) if everyone is not None else [self.rows(number)]
-            number += len(parts)
             before = min(len(rows), wanted)
-            rows += [row for part in parts for row in part]
+            rows += self.rows(number)
+            number += 1
             steps.step(min(len(rows), wanted) - before)
         return rows[:wanted], number
 
@@ -178,13 +173,10 @@ def draw(
     adapters: Sequence[Path] = (),
     trial: bool = False,
     progress: Progress | None = None,
-    rank: int = 0,
-    everyone: Everyone | None = None,
 ) -> Drawn:
     """As many samples as the settings ask for, by the tuned source, or by `adapters` of the source in equal shares.
 
-    A `trial` writes one batch, says how long all would take, and repeats it. `everyone` gathers what each of several
-    processes has drawn, of which this one is number `rank`.
+    A `trial` writes one batch, says how long all would take, and repeats it.
     """
     if tuned is None and not adapters:
         raise TaskferryError("--calibration generate: the tuned source writes the samples: give --source-tuned")
@@ -205,7 +197,7 @@ def draw(
         most = 1 if trial else TRIES * -(-share // BATCH)
         with teacher_model(source, author) as teacher:
             writer = Author(teacher.model, source.tokenizer(), settings, kind, length, given, place)
-            written_by, number = writer.write(wanted if trial else share, most, steps, rank, everyone)
+            written_by, number = writer.write(wanted if trial else share, most, steps)
         if len(written_by) < share and not trial:
             raise _too_few(f"the adapter {adapters[place].name}" if adapters else authors, written_by, share)
         rows, drawn = rows + written_by, drawn + number

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from taskferry.collect.capture import Loss
 from taskferry.collect.device import device_of, frozen, place_of, wide
-from taskferry.collect.halving import Halving
 from taskferry.data.batch import IGNORED, Batch
 from taskferry.errors import TaskferryError
 from taskferry.layers import family_of
@@ -319,24 +318,16 @@ def teacher_labels(tuned: nn.Module, batches: Sequence[Batch], classifier: Class
     >>> calibration = calibration.with_labels(teacher_labels(tuned_A, calibration.side(0), Head()))
     """
     logits = classifier.logits(tuned, batches)
-    place, halving = place_of(tuned), Halving()
-
-    def predicted_classes(batch: Batch) -> Tensor:
-        return logits(batch.to(*place)).argmax(-1).cpu()
-
+    place = place_of(tuned)
     with torch.no_grad(), frozen(tuned):
-        return torch.cat(halving.each(predicted_classes, batches))
+        return torch.cat([logits(batch.to(*place)).argmax(-1).cpu() for batch in batches])
 
 
 def calibration_features(model: nn.Module, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
     """Features [N, d] and labels [N] of one model's side of the calibration set."""
-    family, place, halving = family_of(model), place_of(model), Halving()
-
-    def features_of(batch: Batch) -> Tensor:
-        return wide(family.features(model, batch.to(*place)))
-
+    family, place = family_of(model), place_of(model)
     with torch.no_grad(), frozen(model):
-        features = torch.cat(halving.each(features_of, batches))
+        features = torch.cat([wide(family.features(model, batch.to(*place))) for batch in batches])
     labels = torch.cat([_labels(batch) for batch in batches]).to(features.device)
     if int(labels.max()) == int(labels.min()):
         raise TaskferryError(
