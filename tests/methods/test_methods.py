@@ -20,7 +20,7 @@ from tests.helpers.architectures import BIGCODE, PACKED
 from tests.helpers.tiny import TINY, double, job, rebuilt, relative, tuned
 from tests.properties.equivariant import Embedding, Equivariant, Widths, calibration, distance, loss, random_task_vector
 
-METHODS = ["bico", "gradfix", "naive", "natural", "theseus", "transfusion"]
+METHODS = ["bico", "distil", "gradfix", "naive", "natural", "theseus", "transfusion"]
 
 
 def test_all_methods_are_there() -> None:
@@ -28,7 +28,7 @@ def test_all_methods_are_there() -> None:
     assert all(found.summary for found in methods().values())
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "natural"])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("distil", "natural")])
 def test_every_method_gives_a_task_vector_for_the_target(name: str) -> None:
     given = job("vit")
     before = {n: p.detach().clone() for n, p in given.target.named_parameters()}
