@@ -24,13 +24,12 @@ from typing import Any
 
 import torch
 
+from taskferry.config import ApplySettings, FitSettings, TransferSettings
 from taskferry.errors import TaskferryError
-from taskferry.jobs.apply import apply_alignment
-from taskferry.jobs.fit import fit_alignment
-from taskferry.jobs.record import Reporter
-from taskferry.jobs.settings import FitSettings, TransferSettings
-from taskferry.jobs.transfer import transfer
-from taskferry.settings import ApplySettings
+from taskferry.jobs import apply as apply_alignment
+from taskferry.jobs import fit as fit_alignment
+from taskferry.jobs import transfer
+from taskferry.opening import Reporter
 from tests.helpers import folders
 
 Hook = Callable[[str, tuple[Any, ...]], None]

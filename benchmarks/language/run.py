@@ -29,10 +29,10 @@ from benchmarks.language.tasks import BATCH, LENGTH, TASKS
 from benchmarks.shared import common, tables
 from benchmarks.shared.rows import FRONTIER, ROWS, run_rows
 from taskferry import TaskVector, load_model, load_tuned
+from taskferry.config import CalibrationSettings
 from taskferry.data.language import with_template
 from taskferry.models import Loaded
 from taskferry.objectives.preparation import prepare
-from taskferry.settings import CalibrationSettings
 
 HOME = Path(os.environ.get("TASKFERRY_REAL", Path.home() / ".cache" / "taskferry-real"))
 SMOL, GEMMA = "smollm2-135m-instruct", "gemma-3-270m"

@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 
 from benchmarks.shared import common
 from taskferry import Alignment, fit, load_model, load_samples, text_calibration
-from taskferry.fleet.run import FleetReporter, run_fleet
+from taskferry.config import FleetSettings, Move
+from taskferry.fleet import run_fleet
 from taskferry.models import Skeleton, read_adapter
 from taskferry.objectives.objectives import Prototypes
-from taskferry.settings import FleetSettings, Move
 
 MODULES = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
 POISONS = ("truncated", "not-finite", "wrong-base", "wrong-shape", "hostile")
@@ -73,14 +73,14 @@ def make_adapters(folder: Path, count: int, poisoned: int) -> None:
             path.write_bytes(path.read_bytes()[:-100])
 
 
-class Trouble(FleetReporter):
+class Trouble:
     """Kills a node a third of the way and adds one at two thirds."""
 
     def __init__(self, cluster: Any, node: Any) -> None:
         self.cluster, self.node, self.events = cluster, node, []
         self.started = time.time()
 
-    def progress(self, counts: Any, total: int, rate: float) -> None:  # noqa: ARG002
+    def __call__(self, counts: Any, total: int, rate: float) -> None:  # noqa: ARG002
         done = sum(counts.values())
         if len(self.events) == 0 and done > total / 3:
             self.events.append({"killed a node at": done})

@@ -181,7 +181,7 @@ def main() -> None:
         weights = sum(f.stat().st_size for n in ("a", "b") for f in (work / n).glob("*.safetensors"))
         command = [sys.executable, "-m", "taskferry", "transfer", "--source-base", work / "a", "--source-tuned"]
         command += [work / "a-tuned", "--target-base", work / "b", "--calibration", work / "data.jsonl", "--samples"]
-        command += [samples, "--micro-batch", 2, "--engine", "blockwise", "--out", work / "out", "--json"]
+        command += [samples, "--set", "micro_batch=2", "--engine", "blockwise", "--out", work / "out", "--json"]
         results |= {
             "parameters": [size.parameters(vocabulary) for size in sizes],
             "weights_bytes": weights,

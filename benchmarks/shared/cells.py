@@ -30,12 +30,12 @@ from benchmarks.shared.finetune import Protocol, train
 from benchmarks.shared.rows import FRONTIER, ROWS, run_rows
 from taskferry import Batch, Pool, TaskferryError, TaskVector, evaluate, load_model, load_samples
 from taskferry.collect.scale import moved_by
+from taskferry.config import CalibrationSettings
 from taskferry.layers import family_of
 from taskferry.models import Loaded
 from taskferry.objectives.heads import zero_shot
 from taskferry.objectives.objectives import Classifier, LinearProbe
 from taskferry.objectives.preparation import Prepared, prepare
-from taskferry.settings import CalibrationSettings
 
 RECIPES = common.ROOT / "benchmarks" / "paper" / "recipes"
 

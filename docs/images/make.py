@@ -14,9 +14,9 @@ from pathlib import Path
 from rich.console import Console
 
 from taskferry.cli.screen import Screen, next_after
+from taskferry.config import TransferSettings
 from taskferry.example import write_example
-from taskferry.jobs.settings import TransferSettings
-from taskferry.jobs.transfer import transfer
+from taskferry.jobs import transfer
 
 HERE = Path(__file__).parent
 README = HERE.parents[1] / "README.md"

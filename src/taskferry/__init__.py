@@ -1,9 +1,8 @@
 """taskferry carries a fine-tune from one base model to another without training.
 
->>> from taskferry import TaskVector, fit
->>> tau = TaskVector.between(A, A_tuned)
->>> alignment = fit(A, B, calibration)              # one forward and backward pass of each
->>> alignment.apply(tau).add_to(B)
+>>> import taskferry
+>>> result = taskferry.transfer(source_tuned="my-lora", target_base="base-b", data="data.jsonl")
+>>> result.verdict, result.model()
 
 A name is imported when it is first used: torch alone takes seconds, and `taskferry --help` needs none of it.
 """
@@ -11,6 +10,7 @@ A name is imported when it is first used: torch alone takes seconds, and `taskfe
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taskferry.version import __version__
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         ZeroShot,
         teacher_labels,
     )
+    from taskferry.output.record import Result
     from taskferry.taskvector import LowRank, TaskVector
     from taskferry.training import FineTuning, finetune
 
@@ -56,6 +57,7 @@ _WHERE = {
         "ZeroShot",
         "teacher_labels",
     ),
+    "output.record": ("Result",),
     "taskvector": ("LowRank", "TaskVector"),
     "training": ("FineTuning", "finetune"),
 }
@@ -75,6 +77,7 @@ __all__ = [
     "Objective",
     "Pool",
     "Prototypes",
+    "Result",
     "TaskVector",
     "TaskferryError",
     "ZeroShot",
@@ -88,7 +91,41 @@ __all__ = [
     "load_tuned",
     "teacher_labels",
     "text_calibration",
+    "transfer",
 ]
+
+
+def transfer(
+    *,
+    source_tuned: Any,
+    target_base: str | Path,
+    data: Any,
+    source_base: str | Path | None = None,
+    out: str | Path | None = None,
+    progress: bool = True,
+    **settings: Any,
+) -> Result:
+    """Move a fine-tune to another base model, as the command does.
+
+    Args:
+        source_tuned: A PEFT LoRA, a tuned model, a state file or a task vector: a path, a hub id, or a `PeftModel`.
+        target_base: The base model to move to: a path or a hub id.
+        data: Samples: a path, a hub id, a `datasets.Dataset`, a list of rows or of texts, or "generate": the tuned
+            source writes them.
+        source_base: The base model that was tuned; the one that an adapter names, unless given.
+        out: A new folder for the output; in memory only, unless given (`Result.save` writes it then).
+        progress: Show bars.
+        settings: All others of `taskferry transfer` by their names, and keys of its `--config`.
+
+    Returns:
+        The result: `.verdict`, `.coverage`, `.model()`, `.save(folder)`, `.report()`.
+
+    Raises:
+        TaskferryError: Something in the inputs is wrong; the message says how to mend it.
+    """
+    from taskferry.api import transfer as run
+
+    return run(source_tuned, target_base, data, source_base, out, progress, settings)
 
 
 def __getattr__(name: str) -> Any:

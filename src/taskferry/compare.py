@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from taskferry.collect.scale import moved_by
+from taskferry.config import CompareSettings
 from taskferry.data import data
 from taskferry.data.data import load_samples
 from taskferry.data.language import segments_of
 from taskferry.data.samplers import choose
-from taskferry.disk.records import as_json
+from taskferry.disk.files import as_json
 from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
 from taskferry.evaluation import Pool, evaluate
@@ -29,7 +30,6 @@ from taskferry.methods import Job, find, methods
 from taskferry.models import load_model, load_tuned
 from taskferry.objectives.answers import answers_of
 from taskferry.objectives.preparation import Prepared, prepare
-from taskferry.settings import CompareSettings
 from taskferry.taskvector import TaskVector
 
 UNCHANGED = "unchanged target"

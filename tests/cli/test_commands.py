@@ -123,7 +123,13 @@ def test_fit_once_and_apply_many(world: Path, tmp_path: Path) -> None:
     )
     load_tuned(str(world / "llama-full"), load_model(str(world / "llama"))).tau.save(tmp_path / "tau.safetensors")
     taskferry(
-        "apply", tmp_path / "x.alignment", tmp_path / "tau.safetensors", "--as-task-vector", "--out", tmp_path / "tau"
+        "apply",
+        tmp_path / "x.alignment",
+        tmp_path / "tau.safetensors",
+        "--as",
+        "task-vector",
+        "--out",
+        tmp_path / "tau",
     )
     alignment = Alignment.load(tmp_path / "x.alignment")
     expected = alignment.apply(TaskVector.load(tmp_path / "tau.safetensors"))
@@ -144,7 +150,7 @@ def test_fit_once_and_apply_many(world: Path, tmp_path: Path) -> None:
     assert "moved at scale 0.5" in taskferry("inspect", tmp_path / "full").out
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bfloat16"])
 def test_shards_and_precision_are_kept(dtype: torch.dtype, world: Path, tmp_path: Path) -> None:
     folders.causal(tmp_path / "base", "LlamaForCausalLM", 24, 3, 3, dtype=dtype, max_shard_size="20KB")
     shards = sorted(p.name for p in (tmp_path / "base").glob("model-*.safetensors"))
@@ -191,7 +197,7 @@ def test_tied_weights_stay_tied(name: str, world: Path, tmp_path: Path) -> None:
         "--target-base",
         tmp_path / "target",
     ]
-    taskferry("transfer", *given, "--calibration", world / "prompts.jsonl", "--scale", 1, "--max-length", 40,
+    taskferry("transfer", *given, "--calibration", world / "prompts.jsonl", "--scale", 1, "--set", "max_length=40",
               "--force", "--out", tmp_path / "moved")  # fmt: skip
     (file,) = (tmp_path / "moved").glob("*.safetensors")
     with safe_open(file, "pt") as opened:
@@ -216,10 +222,10 @@ def test_other_forms_of_the_tuned_source(world: Path, tmp_path: Path) -> None:
     assert all(torch.allclose(one[k], two[k], atol=1e-6) for k in one)
     folders.lora(world / "bert", tmp_path / "lora", ["query"])
     given[3] = tmp_path / "lora"
-    ran = taskferry("transfer", *given, "--scale", 1, "--as-model", "--out", tmp_path / "three", "--json")
+    ran = taskferry("transfer", *given, "--scale", 1, "--as", "model", "--out", tmp_path / "three", "--json")
     assert ran.json["verdict"]["moved"] == 3
     full = pair(world, "bert", "wide", "bert-full", "texts.jsonl")
-    ran = taskferry("transfer", *full, "--scale", 1, "--as-lora", "--rank", 8, "--out", tmp_path / "low", "--json")
+    ran = taskferry("transfer", *full, "--scale", 1, "--as", "lora", "--rank", 8, "--out", tmp_path / "low", "--json")
     assert any("bias" in name for name in ran.json["not_in_the_lora"])
     peft.PeftModel.from_pretrained(transformers.AutoModel.from_pretrained(world / "wide"), tmp_path / "low")
 
@@ -244,9 +250,8 @@ def test_labels_from_the_teacher(world: Path, tmp_path: Path) -> None:
     assert "from the tuned source (teacher), because the data has none" in ran.out
     told = " ".join(ran.out.split())
     assert "The answers are those of the tuned source: evaluate it on true ones." in told
-    assert f"evaluate {world / 'wide'} --test TEST_DATA" in told
-    assert "(the target alone)" in told
-    assert "did you mean twofold?" in taskferry("transfer", *given, "--method", "twofolds", "--out", "x", code=2).err
+    assert f"next taskferry evaluate {tmp_path / 'one'} --test TEST_DATA" in told
+    assert "did you mean bico?" in taskferry("transfer", *given, "--method", "bicos", "--out", "x", code=2).err
     asked = pair(world, "llama", "qwen", "llama-full", "asked.jsonl")
     ran = taskferry("transfer", *asked, "--scale", 1, "--force", "--out", tmp_path / "two", "--json")
     # A random decoder may answer with nothing that a tokenizer keeps: such a sample is left out and told.
@@ -259,7 +264,7 @@ def test_settings_from_yaml_and_the_plan(world: Path, tmp_path: Path) -> None:
     lines = [f"{key}: {json.dumps(value)}" for key, value in {**given, "samples": 9, "scale": 1, "seed": 3}.items()]
     (tmp_path / "move.yaml").write_text("\n".join(lines))
     dry = taskferry("transfer", "--config", tmp_path / "move.yaml", "--out", tmp_path / "moved", "--dry-run")
-    for word in ("9 of", "will move", "memory", "time", "a full model", "seed 3"):
+    for word in ("9 of", "moves", "memory", "time", "a full model", "seed 3"):
         assert word in dry.out, word
     assert not (tmp_path / "moved").exists()
     quiet = taskferry(
@@ -297,7 +302,13 @@ def test_the_automatic_scale(world: Path, tmp_path: Path) -> None:
 
 def test_interrupting_leaves_nothing(world: Path, tmp_path: Path) -> None:
     given = pair(world, "llama", "qwen", "llama-full", "prompts.jsonl")
-    slow = ["--micro-batch", "1", "--statistics-memory", "1e-9", "--force"]  # one pass over the samples for every block
+    slow = [
+        "--set",
+        "micro_batch=1",
+        "--set",
+        "statistics_memory=1e-9",
+        "--force",
+    ]  # one pass over the samples for every block
     command = [str(Path(sys.executable).with_name("taskferry")), "transfer", *map(str, given), *slow]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # A shell that starts the tests in the background has them ignore the signal, and all that they start.

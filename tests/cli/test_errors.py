@@ -130,12 +130,12 @@ def test_a_tuned_model_of_another_family(world: Path, tmp_path: Path) -> None:
 
 
 def test_a_setting_that_cannot_be_read(world: Path, tmp_path: Path) -> None:
-    refused(world, tmp_path, "halfway=[0.5 cannot be read", more=("--method-settings", "halfway=[0.5"))
+    refused(world, tmp_path, "halfway=[0.5 cannot be read", more=("--set", "halfway=[0.5"))
 
 
 def test_no_labels(world: Path, tmp_path: Path) -> None:
     refused(world, tmp_path, "--labels teacher", calibration=world / "plain.jsonl", more=("--labels", "data"))
-    refused(world, tmp_path, "no column 'mood'", more=("--label-column", "mood"))
+    refused(world, tmp_path, "no column 'mood'", more=("--set", "label_column=mood"))
     refused(world, tmp_path, "predicts no classes", calibration=world / "plain.jsonl")
 
 
@@ -187,8 +187,16 @@ def test_two_tokenizers_without_offsets(world: Path, tmp_path: Path) -> None:
 
 def test_settings_that_make_no_sense(world: Path, tmp_path: Path) -> None:
     refused(world, tmp_path, "samples", more=("--samples", "many"))
-    refused(world, tmp_path, "as_lora and as_model exclude each other", more=("--as-lora", "--as-model"))
-    refused(world, tmp_path, "--rank 32", more=("--as-lora",))
+    refused(world, tmp_path, "rank is of a LoRA", more=("--as", "model", "--rank", 2))
+    refused(
+        world,
+        tmp_path,
+        "--rank 32",
+        more=(
+            "--as",
+            "lora",
+        ),
+    )
     refused(world, tmp_path, "scale", more=("--scale", "big"))
     assert "--target-base is missing; --source-tuned is missing" in taskferry("transfer", code=2).err.replace("\n", " ")
     assert "No such option" in taskferry("transfer", "--sampels", 3, code=2).err
@@ -276,10 +284,10 @@ def test_a_full_disk(world: Path, tmp_path: Path) -> None:
 def test_settings_that_a_method_does_not_have_are_refused(world: Path, tmp_path: Path) -> None:
     given = ["--source-base", world / "bert", "--source-tuned", world / "tuned", "--target-base", world / "wide",
              "--calibration", world / "texts.jsonl", "--scale", 1, "--out", tmp_path / "x"]  # fmt: skip
-    assert "has no map_rank" in taskferry("transfer", *given, "--method", "naive", "--map-rank", "full", code=2).err
+    wrong = taskferry("transfer", *given, "--method", "naive", "--set", "map_rank=full", code=2).err
+    assert "unknown setting 'map_rank'" in wrong
     assert "no method 'nonsense'" in taskferry("transfer", *given, "--method", "nonsense", "--dry-run", code=2).err
     given[3] = world / "lora"
-    assert "keeps its rank exactly" in taskferry("transfer", *given, "--as-lora", "--rank", 2, code=2).err
     given[-3] = "nan"
     assert "scale" in taskferry("transfer", *given, code=2).err
     given[-3] = 1

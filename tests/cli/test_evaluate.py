@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from taskferry import LanguageModel, LinearProbe, Pool, TaskferryError, evaluate, load_model, load_samples, load_tuned
+from taskferry.config import EvaluateSettings
 from taskferry.display.bars import Bar
 from taskferry.evaluation.command import evaluate_command
-from taskferry.settings import EvaluateSettings
 from tests.helpers import folders
 from tests.helpers.command import taskferry
 

@@ -32,7 +32,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(world: Path, *more: object) -> list[object]:
     given = ["--source-base", world / "base-a", "--source-tuned", world / "my-lora", "--target-base", world / "base-b"]
-    return [*given, "--method", "bico", "--samples", 20, "--max-length", 40, *more]
+    return [*given, "--method", "bico", "--samples", 20, "--set", "max_length=40", *more]
 
 
 def made(world: Path, out: Path, *more: object) -> Ran:
@@ -45,7 +45,7 @@ def test_maps_of_a_fleet_on_texts_that_its_adapters_write(world: Path, tmp_path:
     for name in ("one", "two"):
         shutil.copytree(world / "my-lora", tmp_path / "adapters" / name)
     given = ["--source-base", world / "base-a", "--target-base", world / "base-b", "--calibration", "generate"]
-    given += ["--adapters", tmp_path / "adapters", "--samples", 20, "--max-length", 40]
+    given += ["--adapters", tmp_path / "adapters", "--samples", 20, "--set", "max_length=40"]
     plan = taskferry("fit", *given, "--out", tmp_path / "maps", "--dry-run").out
     assert "written by 2 adapters in turn" in plan
     told = taskferry("fit", *given, "--out", tmp_path / "maps", "--json").json
@@ -68,7 +68,7 @@ def test_maps_of_a_fleet_on_texts_that_its_adapters_write(world: Path, tmp_path:
 
 def test_a_transfer_without_any_data(world: Path, tmp_path: Path) -> None:
     """The loss of real text falls; the samples lie beside the adapter, and give it again."""
-    record = made(world, tmp_path / "moved", "--temperature", 0.9, "--seed", 3).json
+    record = made(world, tmp_path / "moved", "--set", "temperature=0.9", "--seed", 3).json
     text = (tmp_path / "moved" / "calibration.jsonl").read_bytes()
     told = record["calibration"]["generated"]
     assert told == {"prompts": "none", "temperature": 0.9, "seed": 3, "samples": 20, "distinct": 20, "length": 38,
@@ -112,7 +112,7 @@ def test_several_processes_draw_what_one_draws(world: Path, tmp_path: Path) -> N
 
 
 def test_a_plan_draws_few_and_writes_nothing(world: Path, tmp_path: Path) -> None:
-    given = words(world, "--calibration", "generate", "--json", "--prompts", "own")
+    given = words(world, "--calibration", "generate", "--json", "--set", "prompts=own")
     dry = taskferry("transfer", *given, "--samples", 200, "--out", tmp_path / "never", "--dry-run").json["plan"]
     assert dry["samples"] == (
         "200, written by the tuned source: prompts own, temperature 1, seed 0, up to 38 tokens each"
@@ -159,7 +159,7 @@ def test_samples_are_neither_sent_nor_copied_on(world: Path, tmp_path: Path) -> 
     from taskferry.models.models import write_model
     from taskferry.taskvector import TaskVector
 
-    made(world, tmp_path / "moved", "--as-model")
+    made(world, tmp_path / "moved", "--as", "model")
     assert (tmp_path / "moved" / "calibration.jsonl").is_file()
     (tmp_path / "next").mkdir()
     write_model(load_model(tmp_path / "moved"), TaskVector({}), tmp_path / "next")
@@ -170,11 +170,11 @@ def test_samples_are_neither_sent_nor_copied_on(world: Path, tmp_path: Path) -> 
     ("verb", "options", "sentence"),
     [
         ("transfer", ["--engine", "blockwise"], "engine blockwise: the tuned source cannot write samples"),
-        ("transfer", ["--per-class", 2], "generated samples have no labels but the tuned source's"),
+        ("transfer", ["--set", "per_class=2"], "generated samples have no labels but the tuned source's"),
         ("transfer", ["--labels", "data"], "generated samples have no labels but the tuned source's"),
-        ("transfer", ["--temperature", 0], "temperature: Input should be greater than 0"),
-        ("transfer", ["--calibration", "data.jsonl", "--temperature", 2], "temperature is of generated samples"),
-        ("fit", ["--prompts", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
+        ("transfer", ["--set", "temperature=0"], "temperature: Input should be greater than 0"),
+        ("transfer", ["--calibration", "data.jsonl", "--set", "temperature=2"], "temperature is of generated samples"),
+        ("fit", ["--set", "prompts=nowhere.jsonl"], "nowhere.jsonl does not exist"),
         ("compare", ["--test", "test.jsonl"], "only transfer and fit generate samples"),
     ],
 )

@@ -27,7 +27,7 @@ def test_timm_folders(shared: Path, tmp_path: Path) -> None:
     save_file({**state, **tuned}, tmp_path / "tuned.safetensors")
     target = shared / "models" / "vit_tiny_patch16_224_tinyimagenet"
     given = ["--source-base", base, "--source-tuned", tmp_path / "tuned.safetensors", "--target-base", target]
-    data = ["--calibration", shared / "data" / "cifar10" / "train.parquet", "--per-class", 1]
+    data = ["--calibration", shared / "data" / "cifar10" / "train.parquet", "--set", "per_class=1"]
     ran = taskferry("transfer", *given, *data, "--scale", 1, "--out", tmp_path / "moved", "--json")
     assert len(ran.json["calibration"]["indices"]) == 10
     model = timm.create_model(f"local-dir:{tmp_path / 'moved'}", pretrained=True)

@@ -29,7 +29,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pair(root: Path, *, target: str = "b") -> list[object]:
-    data = ["--calibration", root / "data.jsonl", "--micro-batch", 4]
+    data = ["--calibration", root / "data.jsonl", "--set", "micro_batch=4"]
     return ["--source-base", root / "a", "--target-base", root / target, *data]
 
 

@@ -59,7 +59,19 @@ def tuned(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 def options(shared: Path) -> list[object]:
     data = shared / "data" / "sst2" / "train.jsonl"
     # Fewer tokens than a map is wide: its decomposition is that of the rows.
-    return ["--calibration", data, "--samples", 16, "--max-length", 24, "--method", "bico", "--scale", 1, "--json"]
+    return [
+        "--calibration",
+        data,
+        "--samples",
+        16,
+        "--set",
+        "max_length=24",
+        "--method",
+        "bico",
+        "--scale",
+        1,
+        "--json",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +156,7 @@ def test_a_full_fine_tune_moves_and_loads_with_transformers(
         if parameter.ndim == 2:  # a bias may change by less than float16 can hold
             assert changed == (moved[name] == "moved"), name
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "moved")("a test").input_ids
-    low = taskferry("transfer", *given, *options, "--as-lora", "--rank", 8, "--out", tmp_path / "lora")
+    low = taskferry("transfer", *given, *options, "--as", "lora", "--rank", 8, "--out", tmp_path / "lora")
     errors = low.json["truncation"]
     assert len(errors) == 6 * (12 if target == "gte" else 6)
     assert all(0 <= error < 1 for error in errors.values())

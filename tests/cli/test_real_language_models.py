@@ -38,7 +38,7 @@ def test_all_seven_projections_move(source: str, target: str, tmp_path: Path) ->
     rows = [{"prompt": asked, "completion": f" {i // 4 + i % 4}"} for i, asked in enumerate(ASKED)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     taskferry("transfer", "--source-base", REAL / source, "--source-tuned", lora, "--target-base", REAL / target,
-              "--calibration", data, "--samples", 16, "--max-length", 48, "--effort", "fast", "--scale", 0.1,
+              "--calibration", data, "--samples", 16, "--set", "max_length=48", "--effort", "fast", "--scale", 0.1,
               "--force", "--out", tmp_path / "moved")  # fmt: skip
     record = json.loads((tmp_path / "moved" / "taskferry.json").read_text(encoding="utf-8"))
     depths = [transformers.AutoConfig.from_pretrained(REAL / name).num_hidden_layers for name in (source, target)]

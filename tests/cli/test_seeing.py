@@ -37,7 +37,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def moved(world: Path, data: Path, out: Path, *more: object, code: int = 0) -> Ran:
     return taskferry("transfer", "--source-base", world / "a", "--source-tuned", world / "lora", "--target-base",
-                     world / "b", "--calibration", data, "--samples", 8, "--micro-batch", 4, "--scale", 0.5,
+                     world / "b", "--calibration", data, "--samples", 8, "--set", "micro_batch=4", "--scale", 0.5,
                      "--method", "bico", "--force", "--out", out, *more, code=code)  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def test_pictures_of_several_sizes(world: Path, tmp_path: Path) -> None:
     found = []
     for size in (1, 3, 8):
         out = tmp_path / f"out{size}"
-        found.append(moved(world, data, out, "--micro-batch", size, "--json").json)
+        found.append(moved(world, data, out, "--set", f"micro_batch={size}", "--json").json)
         found[-1]["moved"] = load_file(out / "adapter_model.safetensors")
     for other in found[1:]:
         assert other["verdict"]["loss_after"] == pytest.approx(found[0]["verdict"]["loss_after"], rel=1e-3)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from taskferry import Calibration, TaskVector, fit
-from taskferry.jobs.settings import DEFAULT_METHOD
+from taskferry.config import DEFAULT_METHOD
 from taskferry.methods import Job, methods
 from taskferry.taskvector import LowRank, as_dense
 from tests.helpers.often import often

@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from taskferry import Alignment
+from taskferry.config import ApplySettings, EvaluateSettings, FitSettings, TransferSettings
 from taskferry.evaluation.command import evaluate_command
-from taskferry.jobs.apply import apply_alignment
-from taskferry.jobs.fit import fit_alignment
-from taskferry.jobs.settings import FitSettings, TransferSettings
-from taskferry.jobs.transfer import transfer
-from taskferry.settings import ApplySettings, EvaluateSettings
+from taskferry.jobs import apply as apply_alignment
+from taskferry.jobs import fit as fit_alignment
+from taskferry.jobs import transfer
 from tests.devices import pretend
 from tests.helpers import folders
 from tests.helpers.tiny import relative

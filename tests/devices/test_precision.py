@@ -11,13 +11,12 @@ import torch
 
 from taskferry import Alignment, TaskVector, fit
 from taskferry.collect.maps import Maps
-from taskferry.jobs.apply import apply_alignment
-from taskferry.jobs.fit import fit_alignment
-from taskferry.jobs.settings import FitSettings, TransferSettings
-from taskferry.jobs.transfer import transfer
+from taskferry.config import ApplySettings, FitSettings, TransferSettings, load_settings
+from taskferry.jobs import apply as apply_alignment
+from taskferry.jobs import fit as fit_alignment
+from taskferry.jobs import transfer
 from taskferry.linalg.sums import CrossCovariance
 from taskferry.models import load_model, load_tuned
-from taskferry.settings import ApplySettings, load_settings
 from tests.devices import pretend
 from tests.devices.test_jobs import APART, language, texts, weights, world  # noqa: F401
 from tests.helpers.often import often

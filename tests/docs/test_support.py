@@ -76,7 +76,17 @@ def cells(
     """Engine -> what becomes of it; `loader` is the library's own, of a whole model."""
     A, B, fitted = folder / bases[0], folder / bases[1], folder / "maps.alignment"
     words: list[object] = ["--source-base", A, "--source-tuned", tuned, "--target-base", B, "--calibration", data]
-    words += ["--samples", 8, "--micro-batch", 8, "--method", "bico", "--tolerance", TOLERANCE, "--quiet"]
+    words += [
+        "--samples",
+        8,
+        "--set",
+        "micro_batch=8",
+        "--method",
+        "bico",
+        "--set",
+        f"tolerance={TOLERANCE}",
+        "--quiet",
+    ]
     made = taskferry("fit", *words, "--out", fitted, code=None)
     found = {}
     for engine in ENGINES:

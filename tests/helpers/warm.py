@@ -18,8 +18,8 @@ import traceback
 from typing import Any
 
 IMPORTS = (
-    "taskferry.cli.app", "taskferry.cli.screen", "taskferry.jobs.transfer", "taskferry.jobs.apply",
-    "taskferry.jobs.fit", "taskferry.evaluation.command", "taskferry.report.command", "taskferry.compare",
+    "taskferry.cli.app", "taskferry.cli.screen", "taskferry.jobs", "taskferry.output.report",
+    "taskferry.evaluation.command", "taskferry.compare",
     "torch", "transformers", "peft", "datasets", "pyarrow.parquet", "pandas",
     "safetensors.torch", "transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama",
     "transformers.models.auto.tokenization_auto", "matplotlib.figure",

@@ -10,8 +10,8 @@ from huggingface_hub import ModelCard
 
 from taskferry import TaskferryError
 from taskferry.integrations.hub import add_score, card_fields, hub_id, pipeline_of, read_card
-from taskferry.jobs.card import write_card
 from taskferry.methods import find
+from taskferry.output.card import write_card
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from taskferry.config import CalibrationSettings
 from taskferry.example import FILES
 from taskferry.methods import Job, run
 from taskferry.models import load_pair, load_tuned
 from taskferry.objectives.preparation import prepare
-from taskferry.settings import CalibrationSettings
 from tests.helpers.fingerprints import distances, fingerprint
 
 pytest.importorskip("transformers")

@@ -21,15 +21,14 @@ from safetensors.torch import save, save_file
 from taskferry import Alignment, TaskVector
 from taskferry.alignment import FORMAT as ALIGNMENT
 from taskferry.cli.terminal import plain
+from taskferry.config import TransferSettings, load_settings, read_yaml
 from taskferry.data.bounds import MOST_LINE
 from taskferry.data.data import load_samples, picture
 from taskferry.disk.files import HEADER, write_safetensors
 from taskferry.errors import TaskferryError
-from taskferry.jobs.card import write_card
-from taskferry.jobs.settings import TransferSettings
 from taskferry.models import read_adapter
 from taskferry.models.states import check_folder, read_index, read_state
-from taskferry.settings import load_settings, read_yaml
+from taskferry.output.card import write_card
 from taskferry.taskvector import FORMAT as TASK_VECTOR
 from tests.helpers import hostile
 from tests.helpers.hostile import EVIL, MODULE, Runs, adapter, raw_safetensors, skeleton

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from taskferry import TaskferryError
-from taskferry.jobs.output import write_form
 from taskferry.models import Skeleton, load_model, load_tuned, read_adapter
 from taskferry.models.peft import EXPERTS
 from taskferry.objectives.teacher import check_whole, teacher_model
+from taskferry.output.write import write_form
 from tests.helpers import folders
 from tests.helpers.command import Ran, taskferry
 from tests.helpers.mixtures import mixture
@@ -64,7 +64,7 @@ def moved(world: Path, tuned: object, out: Path, *more: object, source: str = "m
           code: int = 0, **environment: str) -> Ran:  # fmt: skip
     return taskferry("transfer", "--source-base", world / source, "--source-tuned", tuned, "--target-base",
                      world / target, "--calibration", world / "texts.jsonl", "--samples", 6, "--method", "bico",
-                     "--max-length", 16, "--scale", 1, "--force", "--out", out, *more, code=code,
+                     "--set", "max_length=16", "--scale", 1, "--force", "--out", out, *more, code=code,
                      **environment)  # fmt: skip
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from taskferry import TaskferryError, load_model, load_samples, load_tuned
+from taskferry.config import CalibrationSettings
 from taskferry.data.data import Samples
 from taskferry.engines.whole import WholePair
 from taskferry.objectives.heads import order_of, own_head
 from taskferry.objectives.preparation import Prepared, prepare
 from taskferry.objectives.teacher import lesson_of
-from taskferry.settings import CalibrationSettings
 from taskferry.taskvector import TaskVector
 from tests.helpers import folders
 from tests.helpers.command import taskferry

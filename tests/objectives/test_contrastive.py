@@ -131,7 +131,7 @@ def moved(world: Path, out: Path, *more: object, form: str = "pairs", code: int 
 
 @pytest.mark.parametrize("form", ["pairs", "triplets"])
 def test_both_engines_move_and_measure_the_same(form: str, world: Path, tmp_path: Path) -> None:
-    given = ("--micro-batch", 7, "--scale", 0.5, "--method", "bico")
+    given = ("--set", "micro_batch=7", "--scale", 0.5, "--method", "bico")
     for engine in ("whole", "blockwise"):
         moved(world, tmp_path / engine, *given, "--engine", engine, form=form)
     records = [json.loads((tmp_path / engine / "taskferry.json").read_text()) for engine in ("whole", "blockwise")]
@@ -148,7 +148,7 @@ def test_both_engines_move_and_measure_the_same(form: str, world: Path, tmp_path
 
 
 def test_the_scale_is_chosen_on_pairs(world: Path, tmp_path: Path) -> None:
-    record = moved(world, tmp_path / "out", "--micro-batch", 5, "--json", code=None).json
+    record = moved(world, tmp_path / "out", "--set", "micro_batch=5", "--json", code=None).json
     assert len(record["scale_curve"]) > 4
     assert record["verdict"]["loss_unit"] == "per sample"
     plan = moved(world, tmp_path / "other", "--dry-run").out
@@ -184,10 +184,10 @@ def test_more_negatives_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 def test_what_pairs_cannot_do_is_said(world: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for more, told in (
-        (("--objective", "probe"), "the objective 'probe' scores classes, the samples are pairs of texts"),
+        (("--set", "objective=probe"), "the objective 'probe' scores classes, the samples are pairs of texts"),
         (("--labels", "teacher"), "pairs of texts have no labels that a teacher could give"),
-        (("--micro-batch", 1), "it needs two pairs at least"),
-        (("--sampler", "class-balanced"), "needs labels: use --sampler random"),
+        (("--set", "micro_batch=1"), "it needs two pairs at least"),
+        (("--set", "sampler=class-balanced"), "needs labels: use --sampler random"),
     ):
         assert told in " ".join(moved(world, out, *more, code=2).err.split())
     ran = taskferry("evaluate", world / "causal", "--test", world / "pairs.jsonl", code=2)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from taskferry.config import FitSettings
 from taskferry.data.data import load_samples
 from taskferry.errors import TaskferryError
-from taskferry.jobs.settings import FitSettings
 from taskferry.models import Loaded, Tuned, load_model, load_tuned
 from taskferry.objectives import generation
 from taskferry.objectives.answers import Written, written

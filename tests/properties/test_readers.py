@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from taskferry import Alignment, TaskVector
+from taskferry.config import FleetSettings, TransferSettings, load_settings
 from taskferry.disk.files import write_safetensors
 from taskferry.errors import TaskferryError
-from taskferry.jobs.settings import TransferSettings
 from taskferry.models import read_adapter
 from taskferry.models.states import check_folder, read_state
-from taskferry.settings import FleetSettings, load_settings
 from tests.helpers import hostile
 from tests.helpers.hostile import factors, raw_safetensors, skeleton
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from taskferry import LowRank, TaskVector, load_model
 from taskferry.collect.scale import moved_by
-from taskferry.disk.records import as_json
+from taskferry.disk.files import as_json
 from taskferry.layers.discovery import find_sites
 from taskferry.methods import Job
 from taskferry.models.lowrank import compress
@@ -177,7 +177,7 @@ def words(pair: dict[str, Any]) -> list[str]:
 
 def test_a_lora_stays_a_lora_of_its_rank_that_peft_loads(pair: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    taskferry("transfer", *words(pair), "--samples", 12, "--scale", 1, "--refine", 4, "--refine-rate", 0.01,
+    taskferry("transfer", *words(pair), "--samples", 12, "--scale", 1, "--refine", 4, "--set", "refine_rate=0.01",
               "--out", out)  # fmt: skip
     record = json.loads((out / "taskferry.json").read_text())
     assert record["refined"]["kept"] > 0
@@ -199,7 +199,7 @@ def test_a_lora_stays_a_lora_of_its_rank_that_peft_loads(pair: dict[str, Any], t
 
 def test_what_cannot_be_refined_is_refused_before_any_work(pair: dict[str, Any], tmp_path: Path) -> None:
     out = ["--out", tmp_path / "out", "--samples", 12]
-    assert "--refine STEPS" in taskferry("transfer", *words(pair), *out, "--refine-rate", 0.1, code=2).err
+    assert "--refine STEPS" in taskferry("transfer", *words(pair), *out, "--set", "refine_rate=0.1", code=2).err
     refused = taskferry("transfer", *words(pair), *out, "--refine", 3, "--engine", "blockwise", code=2).err
     assert "whole in one process" in refused
     lora = tmp_path / "more"

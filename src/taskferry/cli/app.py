@@ -29,8 +29,8 @@ another, without training.
 
   taskferry example demo
   cd demo
-  taskferry transfer --source-base base-a --source-tuned my-lora \\
-      --target-base base-b --calibration data.jsonl --out my-lora-on-b
+  taskferry transfer --source-tuned my-lora --target-base base-b \\
+      --calibration data.jsonl
 
 [bold]Then with your own[/]: the same command with your folders or hub names.
 Add --dry-run to see what it takes before it starts.
@@ -45,17 +45,15 @@ VERBS = {  # by panel of the help; a test holds each sentence to the verb's own
         "runs in it.",
         "transfer": "Move a fine-tune (a full model or a LoRA) to another base model.",
         "evaluate": "Score a model, or a model with an adapter added, on held-out samples.",
-        "report": "Write a page that shows a transfer.",
+        "report": "Write the page of a transfer, for people: one HTML file that needs nothing else.",
     },
     "Move many": {
         "fit": "Fit the maps between two base models and save them as one alignment file.",
         "apply": "Move a LoRA, a task vector or a tuned model by a saved alignment.",
         "fleet": "Move every adapter of a folder to one or more new bases, in parallel; rerun to resume.",
     },
-    "Look before and after": {
+    "Look and compare": {
         "inspect": "Show the linear layers of a model, a task vector, an alignment, or what moved in an output.",
-    },
-    "Compare": {
         "compare": "Compare methods on one pair of models, with the same samples and test data.",
     },
 }

@@ -1,4 +1,4 @@
-"""taskferry apply: a saved alignment and a tuned source → output folder."""
+"""taskferry apply: a saved alignment and a tuned source → an output folder."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 import typer
 
 from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
-from taskferry.cli.terminal import waiting
-from taskferry.cli.transfer import command_line
-from taskferry.settings import ApplySettings, load_settings
+from taskferry.cli.terminal import command_line, waiting
+from taskferry.config import ApplySettings, load_settings
 
 
 def register(app: typer.Typer) -> None:
@@ -21,8 +20,8 @@ def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as
     """Move a LoRA, a task vector or a tuned model by a saved alignment."""
     with waiting(quiet or as_json):
         settings = load_settings(ApplySettings, config, given)
-        from taskferry.cli.screen import Screen, written_by
-        from taskferry.jobs.apply import apply_alignment
-    outcome = apply_alignment(settings, command=command_line())
+        from taskferry.cli.screen import Screen, scored
+        from taskferry.jobs import apply
+    result = apply(settings, command=command_line())
     screen = Screen(quiet=quiet, as_json=as_json)
-    screen.verdict(outcome, f"taskferry evaluate {written_by(settings)} --test TEST_DATA")
+    screen.verdict(result, f"taskferry evaluate {scored(settings, result)} --test TEST_DATA")

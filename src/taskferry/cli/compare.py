@@ -9,7 +9,7 @@ from rich.console import Console
 
 from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
 from taskferry.cli.terminal import plain, print_json, waiting
-from taskferry.settings import CompareSettings, load_settings
+from taskferry.config import CompareSettings, load_settings
 
 
 def register(app: typer.Typer) -> None:

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
 from taskferry.cli.terminal import plain, print_json, waiting, warn
+from taskferry.config import EvaluateSettings, load_settings
 from taskferry.display.bars import Bar
-from taskferry.settings import EvaluateSettings, load_settings
 
 if TYPE_CHECKING:  # torch is imported when it is used
     from taskferry.evaluation.scoring import Score

@@ -34,7 +34,6 @@ def run(
         console.print(f"[cyan]{name:>12}[/]  {plain(what)}")
     console.print(
         f"[bold]next[/]  cd {plain(folder)}, then\n"
-        "      taskferry transfer --source-base base-a --source-tuned my-lora --target-base base-b "
-        "--calibration data.jsonl --out my-lora-on-b",
+        "      taskferry transfer --source-tuned my-lora --target-base base-b --calibration data.jsonl",
         soft_wrap=True,
     )

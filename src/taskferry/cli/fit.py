@@ -10,8 +10,7 @@ import typer
 
 from taskferry.cli.options import DryRun, Json, Quiet, YamlFile, with_settings
 from taskferry.cli.terminal import plain, print_json, waiting
-from taskferry.jobs.settings import FitSettings
-from taskferry.settings import load_settings
+from taskferry.config import FitSettings, load_settings
 
 
 def register(app: typer.Typer) -> None:
@@ -26,22 +25,18 @@ def run(
     with waiting(quiet or as_json):
         settings = load_settings(FitSettings, config, given)
         from taskferry.cli.screen import Screen
-        from taskferry.jobs.fit import fit_alignment
+        from taskferry.jobs import fit
     screen = Screen(quiet=quiet, as_json=as_json, dry_run=dry_run)
     with screen.bars():
-        alignment = fit_alignment(settings, reporter=screen, dry_run=dry_run)
+        alignment = fit(settings, reporter=screen, dry_run=dry_run)
     if alignment is None:
         return
     if as_json:
         print_json({"written": str(settings.out), "provenance": alignment.provenance, "sites": alignment.table()})
     elif not quiet:
-        screen.console.print(
-            f"\n[bold green]fitted[/] {len(alignment.pairs)} pairs of sites into {plain(settings.out)}"
-        )
-        for note in alignment.provenance.values():
-            if isinstance(note, str) and note.startswith("fitted without"):
-                screen.console.print(f"[dim]  {plain(note)}; give --source-tuned a fine-tune for the rest[/]")
-        screen.console.print(f"[bold]next[/]   {plain(next_after(settings))}", soft_wrap=True)
+        screen.console.print(f"\n[bold green]fitted[/]   {len(alignment.pairs)} pairs of layers")
+        screen.console.print(f"[bold]written[/]  {plain(settings.out)}")
+        screen.console.print(f"[bold]next[/]     {plain(next_after(settings))}", soft_wrap=True)
 
 
 def next_after(settings: FitSettings) -> str:

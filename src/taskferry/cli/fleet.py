@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,10 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from taskferry.cli.options import Json, Quiet
 from taskferry.cli.terminal import plain, print_json, waiting
-from taskferry.settings import FleetSettings, load_settings
-
-if TYPE_CHECKING:
-    from taskferry.fleet.run import FleetReporter
+from taskferry.config import FleetSettings, load_settings
 
 PlanFile = Annotated[Path, typer.Argument(help="a YAML file: adapters, out, and moves with their alignments")]
 FAILED = 4  # some adapters could not be moved; the others were
@@ -26,34 +23,24 @@ def register(app: typer.Typer) -> None:
     app.command("fleet")(run)
 
 
-def _bar(bars: Progress) -> FleetReporter:
-    from taskferry.fleet.run import FleetReporter
-
-    task = bars.add_task("adapters", total=None)
-
-    class Bar(FleetReporter):
-        """A bar of all adapters."""
-
-        def progress(self, counts: Mapping[str, int], total: int, rate: float) -> None:
-            """Move it."""
-            text = f"{counts['done']} done, {counts['failed']} failed, {rate:.0f} a second"
-            bars.update(task, description=text, completed=sum(counts.values()), total=total)
-
-    return Bar()
-
-
 def run(plan: PlanFile, quiet: Quiet = False, as_json: Json = False) -> None:
     """Move every adapter of a folder to one or more new bases, in parallel; rerun to resume."""
     with waiting(quiet or as_json):
         settings = load_settings(FleetSettings, plan, {})
-        from taskferry.fleet.run import run_fleet
+        from taskferry.fleet import run_fleet
     console = Console(highlight=False)
     if quiet or as_json:
         summary = run_fleet(settings)
     else:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console) as progress:
-            summary = run_fleet(settings, _bar(progress))
+        with Progress(*columns, console=console) as bars:
+            task = bars.add_task("adapters", total=None)
+
+            def progress(counts: Mapping[str, int], total: int, rate: float) -> None:
+                text = f"{counts['done']} done, {counts['failed']} failed, {rate:.0f} a second"
+                bars.update(task, description=text, completed=sum(counts.values()), total=total)
+
+            summary = run_fleet(settings, progress)
     if as_json:
         print_json(summary)
     elif not quiet:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-
-from taskferry.disk.records import as_json
 
 
 def plain(text: object) -> str:
@@ -18,14 +18,21 @@ def plain(text: object) -> str:
 
 
 def warn(console: Console, lines: Iterable[str]) -> None:
-    """What nobody should overlook, a line each."""
+    """Print what nobody should overlook, a line each."""
     for text in lines:
         console.print(f"[bold yellow]warning[/]  {plain(text)}")
 
 
 def print_json(data: Any) -> None:
     """Plain JSON on standard output."""
+    from taskferry.disk.files import as_json
+
     print(as_json(data))
+
+
+def command_line() -> str:
+    """The command as it was typed."""
+    return shlex.join(["taskferry", *sys.argv[1:]])
 
 
 @contextmanager

@@ -1,9 +1,7 @@
-"""taskferry transfer: source base + tuned source + target base + calibration → output folder."""
+"""taskferry transfer: a tuned source, a target base and samples → an output folder."""
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,21 +9,17 @@ from typing import Any
 import typer
 
 from taskferry.choices import GENERATE, is_language_class
-from taskferry.cli.options import DryRun, Json, Quiet, YamlFile, example, with_settings
-from taskferry.cli.terminal import waiting
-from taskferry.disk.files import read_json
+from taskferry.cli.options import DryRun, Json, Quiet, YamlFile, with_settings
+from taskferry.cli.terminal import command_line, waiting
+from taskferry.config import TransferSettings, load_settings, read_yaml
 from taskferry.errors import MissingSettings, TaskferryError
-from taskferry.jobs.settings import TransferSettings
-from taskferry.settings import load_settings, read_yaml
+
+EXAMPLE = "Example: taskferry transfer --source-tuned my-lora --target-base base-b --calibration data.jsonl"
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    shown = example(
-        "taskferry transfer --source-base base-a --source-tuned my-lora --target-base base-b "
-        "--calibration data.jsonl --out my-lora-on-b"
-    )
-    app.command("transfer", epilog=shown)(with_settings(TransferSettings)(run))
+    app.command("transfer", epilog=EXAMPLE)(with_settings(TransferSettings)(run))
 
 
 def run(
@@ -41,14 +35,14 @@ def run(
             known = given if config is None else {**read_yaml(config), **given}
             raise TaskferryError(f"{error.sentence}: {samples_to_give(known)}") from error
         from taskferry.cli.screen import Screen, next_after
-        from taskferry.jobs.transfer import transfer
+        from taskferry.jobs import transfer
     screen = Screen(quiet=quiet, as_json=as_json, dry_run=dry_run)
     with screen.bars():
-        outcome = transfer(settings, command=command_line(), reporter=screen, dry_run=dry_run)
-    if outcome is None:
+        result = transfer(settings, command=command_line(), reporter=screen, dry_run=dry_run)
+    if result is None:
         return
-    screen.verdict(outcome, next_after(settings, outcome))
-    if outcome.written is None:
+    screen.verdict(result, next_after(settings, result))
+    if result.folder is None:
         raise typer.Exit(3)
 
 
@@ -67,13 +61,10 @@ def samples_to_give(given: Mapping[str, Any]) -> str:
 
 
 def _may_write(base: str) -> bool:
-    """Whether a model is a language model, as far as its folder says; of a hub's nothing is known yet."""
+    """True for a language model, as far as its folder says; of a hub's nothing is known yet."""
+    from taskferry.disk.files import read_json
+
     config = Path(base) / "config.json"
     named = read_json(config).get("architectures") if config.is_file() else None
     unknown = not Path(base).exists() and not base.startswith("openclip:")
     return unknown or (isinstance(named, list) and any(is_language_class(str(name)) for name in named))
-
-
-def command_line() -> str:
-    """The command as it was typed."""
-    return shlex.join(["taskferry", *sys.argv[1:]])

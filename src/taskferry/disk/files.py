@@ -1,4 +1,4 @@
-"""Writing files so that a reader sees all of one or nothing."""
+"""Atomic writes, and careful reads of files that may come from anyone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import difflib
 import errno
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +102,25 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def as_json(data: Any) -> str:
+    """Indented JSON; NaN and infinities, which JSON does not have, as null; other objects as their text."""
+    return json.dumps(_finite(data), indent=1, default=str, allow_nan=False)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, bool):
+        return data
+    if isinstance(data, Integral):
+        return int(data)
+    if isinstance(data, Real):  # of numpy as well
+        return float(data) if math.isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
+        return [_finite(value) for value in data]
+    return data
 
 
 def read_json(path: Path) -> dict[str, Any]:

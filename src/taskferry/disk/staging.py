@@ -59,6 +59,16 @@ def staged_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
+def scratch_beside(out: Path) -> Iterator[Path]:
+    """A folder beside the output for what a run block by block keeps on disk."""
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        sweep(out.parent, out.name[:80])
+        with temporary_folder(out.parent, f"{out.name[:80]}.blocks") as scratch:
+            yield scratch
+
+
+@contextmanager
 def finished_groups(out: Path) -> Iterator[Path]:
     """A folder beside an output for what is finished; it stays when the work is cut off, and goes when it is done.
 

@@ -1,4 +1,4 @@
-"""Progress bars, in a terminal or a notebook: `fit(…, progress=True)`, `finetune(…, progress=True)`.
+"""Progress bars: `fit(…, progress=True)`, `finetune(…, progress=True)`, and the command.
 
 >>> with Bars() as tell:
 ...     tell("capture", 3, 10)
@@ -6,58 +6,59 @@
 
 from __future__ import annotations
 
-import importlib
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from rich.console import Console
-from rich.markup import escape as escaped
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-from taskferry.display.html import escape, table, tag
 
 Tell = Callable[..., None]  # (done, total), and the loss where there is one
 
-STEPS = {
-    "capture": "forward and backward",
-    "solve": "maps",
-    "scale": "scale",
-    "check": "checking the output",
-    "forward": "forward",
-    "blocks": "blocks moved",
-}
-_EVERY = 0.1  # seconds between two drawings in a notebook, which go over a network
+TITLES = {"capture": "forward and backward", "solve": "maps", "scale": "scale", "forward": "forward",
+          "blocks": "blocks moved", "natural": "natural-gradient steps", "refine": "training steps",
+          "generate": "writing samples", "answers": "answering prompts"}  # fmt: skip
 
 
 class Bars:
     """Called with (what, done, total, note); one bar for each `what`. Bars end with the `with` block."""
 
-    def __init__(self, titles: Mapping[str, str] = STEPS, console: Console | None = None) -> None:
-        console = console or Console()
-        self.titles = titles
-        self._drawn = _Notebook() if console.is_jupyter else _Terminal(console)
+    def __init__(self, console: Console | None = None) -> None:
+        columns = (
+            TextColumn("{task.description:>22}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self._progress = Progress(*columns, console=console or Console())
+        self._tasks: dict[str, TaskID] = {}
+        self._waiting: TaskID | None = None
 
     def __enter__(self) -> Bars:
-        self._drawn.start()
+        self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._drawn.stop()
+        self.note("")
+        self._progress.stop()
 
     def __call__(self, what: str, done: int, total: int, note: str = "") -> None:
         """Move a bar."""
-        name, comma, stage = what.partition(", ")  # a stage of a method: "capture, halfway"
-        self._drawn.note("")
-        self._drawn.draw(f"{self.titles.get(name, name)}{comma}{stage}", done, total, note)
+        self.note("")
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(escape(TITLES.get(what, what)), total=total, note=note)
+        self._progress.update(self._tasks[what], completed=done, total=total, note=note)
 
     def note(self, what: str) -> None:
-        """What takes a while and has no steps; shown until the next note or step."""
-        self._drawn.note(what)
+        """Show what takes a while and has no steps, until the next note or step."""
+        if self._waiting is not None:
+            self._progress.remove_task(self._waiting)
+        self._waiting = self._progress.add_task(escape(what), total=None, note="") if what else None
 
 
 P = ParamSpec("P")
@@ -76,79 +77,6 @@ def with_bars(function: Callable[P, R]) -> Callable[P, R]:
             return function(*arguments, **settings)
 
     return run
-
-
-class _Terminal:
-    def __init__(self, console: Console) -> None:
-        columns = (
-            TextColumn("{task.description:>22}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-        )
-        self.progress = Progress(*columns, console=console)
-        self.tasks: dict[str, TaskID] = {}
-
-        self.waiting: TaskID | None = None
-
-    def start(self) -> None:
-        self.progress.start()
-
-    def note(self, what: str) -> None:
-        if self.waiting is not None:
-            self.progress.remove_task(self.waiting)
-        self.waiting = self.progress.add_task(escaped(what), total=None, note="") if what else None
-
-    def stop(self) -> None:
-        self.note("")
-        self.progress.stop()
-
-    def draw(self, title: str, done: int, total: int, note: str) -> None:
-        if title not in self.tasks:
-            self.tasks[title] = self.progress.add_task(title, total=total, note=note)
-        self.progress.update(self.tasks[title], completed=done, total=total, note=note)
-
-
-class _Notebook:
-    """One HTML output that is drawn anew; needs no widgets, and stays as it ended when the notebook is saved."""
-
-    def __init__(self) -> None:
-        self.lines: dict[str, list[str]] = {}
-        self.started: dict[str, float] = {}
-        self.handle: Any = None
-        self.last = 0.0
-
-    def start(self) -> None:
-        self.last = 0.0
-
-    def stop(self) -> None:
-        self._show()
-
-    def note(self, what: str) -> None:
-        """Cells of a notebook show that they run."""
-
-    def draw(self, title: str, done: int, total: int, note: str) -> None:
-        now = time.monotonic()
-        seconds = now - self.started.setdefault(title, now)
-        self.lines[title] = [
-            tag("td", escape(title), style="text-align:right"),
-            tag("td", tag("progress", value=done, max=total, aria_label=title)),
-            *(tag("td", escape(text)) for text in (f"{done}/{total}", f"{seconds:.0f} s", note)),
-        ]
-        if now - self.last >= _EVERY or done >= total:
-            self.last = now
-            self._show()
-
-    def _show(self) -> None:
-        if not self.lines:
-            return
-        ipython: Any = importlib.import_module("IPython.display")  # there, where a notebook runs
-        drawn = ipython.HTML(table(self.lines.values()))
-        if self.handle is None:
-            self.handle = ipython.display(drawn, display_id=True)
-        else:
-            self.handle.update(drawn)
 
 
 class Bar:

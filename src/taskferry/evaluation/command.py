@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from taskferry.choices import TEMPLATE
+from taskferry.config import EvaluateSettings
 from taskferry.data.data import Samples, held_out, load_samples
 from taskferry.data.language import segments_of
 from taskferry.data.samplers import choose
@@ -24,7 +25,6 @@ from taskferry.objectives.heads import has_text_tower, named_classifier
 from taskferry.objectives.language import is_language_model
 from taskferry.objectives.objectives import Classifier, LanguageModel, Objective
 from taskferry.objectives.preparation import check_pairs
-from taskferry.settings import EvaluateSettings
 
 
 def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -> tuple[Score, str, list[str]]:

@@ -23,6 +23,7 @@ import torch
 from taskferry.choices import FREE, OWN
 from taskferry.collect.device import device_of
 from taskferry.collect.progress import Progress, Steps
+from taskferry.config import GenerationSettings
 from taskferry.data.data import Samples, load_samples
 from taskferry.data.forms import Kind, Row
 from taskferry.data.language import MARK, check_fast, messages_of, templated, with_template
@@ -33,7 +34,6 @@ from taskferry.objectives.answers import is_blank, written
 from taskferry.objectives.language import positions
 from taskferry.objectives.preparation import language_kind
 from taskferry.objectives.teacher import teacher_model
-from taskferry.settings import GenerationSettings
 
 STAGE = "generate"
 BATCH = 16  # texts that are written together

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from taskferry.collect.device import frozen, place_of, wide
 from taskferry.collect.scale import moved_by
+from taskferry.config import CalibrationSettings
 from taskferry.data.batch import Batch, Calibration
 from taskferry.data.data import Samples
 from taskferry.errors import TaskferryError
@@ -38,7 +39,6 @@ from taskferry.objectives.objectives import (
     teacher_labels,
 )
 from taskferry.objectives.teacher import teacher_model
-from taskferry.settings import CalibrationSettings
 from taskferry.taskvector import TaskVector
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from taskferry.collect.device import place_of, wide
+from taskferry.config import CalibrationSettings
 from taskferry.data.batch import Batch, Calibration
 from taskferry.data.builders import image_calibration, pair_calibration, text_calibration
 from taskferry.data.data import Samples, load_samples, picture
@@ -35,7 +36,6 @@ from taskferry.objectives.heads import has_text_tower, objectives_of, taught
 from taskferry.objectives.language import is_language_model, is_sequence_to_sequence, longest_text
 from taskferry.objectives.objectives import LanguageModel, Objective
 from taskferry.objectives.teacher import can_answer, teacher_model
-from taskferry.settings import CalibrationSettings
 
 _IMAGE_INPUT = {"timm": "x", "openclip": "image"}
 _SOUND = ("input_features", "input_values")

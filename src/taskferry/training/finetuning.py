@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from taskferry.collect.capture import Loss
 from taskferry.collect.device import device_of
+from taskferry.config import Settings
 from taskferry.data.batch import Batch
 from taskferry.disk.files import hash_parameters, open_safetensors, write_safetensors
 from taskferry.display.bars import Tell, told
@@ -30,7 +31,6 @@ from taskferry.errors import TaskferryError
 from taskferry.evaluation.pool import Data, LazyBatches
 from taskferry.evaluation.scoring import evaluate
 from taskferry.objectives.objectives import Classifier, NewHead, Objective
-from taskferry.settings import Settings
 
 CHECKPOINT, KIND = "checkpoint.safetensors", "taskferry-finetuning"
 

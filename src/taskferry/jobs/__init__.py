@@ -1,1 +1,0 @@
-"""Whole jobs, file to file, and the record that they all write."""
