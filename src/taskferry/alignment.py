@@ -8,20 +8,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from taskferry.coverage import Coverage, Row, Status
-from taskferry.disk.files import hash_tensor, is_kind, open_safetensors, write_safetensors
+from taskferry.disk.files import hash_tensor, is_finite, is_kind, open_safetensors, write_safetensors
 from taskferry.display.tables import ROWS, panel
-from taskferry.errors import TaskferryError
-from taskferry.layers.consistency import check_alignment
+from taskferry.errors import TaskferryError, first_line
 from taskferry.layers.site import Site
 from taskferry.linalg.precision import full_precision
 from taskferry.linalg.procrustes import Map, bilinear
@@ -30,6 +32,7 @@ from taskferry.taskvector import Delta, LowRank, TaskVector, as_dense, match_nam
 
 FORMAT = "taskferry alignment 2"
 NO_CHANGE = "unchanged by the fine-tune"
+PACKED = 1024  # a packed matrix has at most so many times the rows of one of its parts
 
 
 @dataclass(frozen=True)
@@ -194,28 +197,15 @@ class Alignment:
         """The inverse of `tensors`."""
         maps: dict[str, dict[str, dict[str, Tensor]]] = {"in": {}, "out": {}}
         try:
-            if not isinstance(header["pairs"], list):
-                raise TypeError("its pairs are no list")
             for name, tensor in tensors.items():
                 side, kind, key = name.split("/", 2)
                 maps[side].setdefault(key, {})[kind] = tensor
-            alignment = cls(
-                pairs=tuple(
-                    AlignedPair(_site(pair["source"]), _site(pair["target"]), pair["reads"], pair.get("note", ""))
-                    for pair in header["pairs"]
-                ),
-                R_in={key: Map(**tensors) for key, tensors in maps["in"].items()},
-                R_out={key: Map(**tensors) for key, tensors in maps["out"].items()},
-                quality_in={key: Quality(**q) for key, q in header["quality_in"].items()},
-                quality_out={key: Quality(**q) for key, q in header["quality_out"].items()},
-                source_parameters={k: tuple(v) for k, v in header["source_parameters"].items()},
-                target_parameters={k: tuple(v) for k, v in header["target_parameters"].items()},
-                reasons=header["reasons"],
-                provenance=header["provenance"],
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise TaskferryError(f"{where}: a damaged alignment: {error!r}") from error
-        check_alignment(alignment, where)
+            R_in, R_out = ({key: Map(**parts) for key, parts in maps[side].items()} for side in ("in", "out"))
+            known = _Header.model_validate_json(json.dumps(header))
+            alignment = cls(R_in=R_in, R_out=R_out, **dict(known))
+            _check(alignment)
+        except (KeyError, TypeError, ValueError) as error:
+            raise TaskferryError(f"{where}: a damaged alignment: {first_line(error)}; fit it again") from error
         return alignment
 
     def model(self, side: str) -> Mapping[str, str]:
@@ -355,6 +345,83 @@ class _Move:
         return TaskVector(deltas, self.alignment._coverage(self.parts, set(self.deltas) - self.used))
 
 
-def _site(data: dict[str, Any]) -> Site:
-    rows = data["rows"]
-    return Site(**{**data, "shape": tuple(data["shape"]), "rows": None if rows is None else tuple(rows)})
+Size = Annotated[int, Field(ge=0, lt=2**40)]
+
+
+class _Header(BaseModel):
+    """What a file says beside its maps."""
+
+    model_config = ConfigDict(strict=True)
+
+    pairs: tuple[AlignedPair, ...]
+    quality_in: dict[str, Quality]
+    quality_out: dict[str, Quality]
+    source_parameters: dict[str, tuple[Size, ...]]
+    target_parameters: dict[str, tuple[Size, ...]]
+    reasons: dict[str, str]
+    provenance: dict[str, Any]
+
+
+def _check(alignment: Alignment) -> None:
+    """Refuse an alignment that contradicts itself: a file may be damaged, or made to do harm.
+
+    Layers, maps and parameters must fit each other, so that applying it can neither fail half-way nor take more memory
+    than its own maps suggest.
+    """
+    for key, R in [*alignment.R_in.items(), *alignment.R_out.items()]:
+        tensors = [tensor for tensor in (R.R, R.U, R.V) if tensor is not None]
+        plain = all(t.ndim == 2 and t.is_floating_point() and is_finite(t) for t in tensors)
+        _need(plain and len({t.shape[1] for t in tensors}) == 1, f"the map of {key}")
+    tables = (alignment.source_parameters, alignment.target_parameters)
+    stored: dict[str, tuple[str, bool]] = {}  # target parameter -> what it is
+    names: set[str] = set()
+    weights: set[str] = set()
+    for pair in alignment.pairs:
+        source, target = pair.source, pair.target
+        what = f"{source.name} and {target.name}"
+        R_in, R_out = alignment.R_in[pair.reads], alignment.R_out[target.name]
+        _need(R_in.shape == (source.shape[1], target.shape[1]), f"the input map of {what}")
+        _need(R_out.shape == (source.shape[0], target.shape[0]), f"the output map of {what}")
+        _need(alignment.quality_in[pair.reads].rank >= 0, f"the quality of {what}")
+        _need(alignment.quality_out[target.name].rank >= 0, f"the quality of {what}")
+        _need(target.name not in names and (target.weight not in weights or target.rows is not None), target.name)
+        names.add(target.name)
+        weights.add(target.weight)
+        for layer, table in zip((source, target), tables, strict=True):
+            _need(not any(tables) or _fits(layer, table), f"the parameters of {layer.name}")  # a group knows none yet
+        for parameter, kind in ((target.weight, "weight"), (target.bias, "bias")):
+            if parameter is not None:
+                now = (kind, target.transposed)
+                _need(stored.setdefault(parameter, now) == now, parameter)
+
+
+def _need(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{what} does not fit"[:200])
+
+
+def _fits(layer: Site, parameters: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a layer is (a part of) its parameters as they are stored."""
+    weight = parameters.get(layer.weight, ())
+    if len(weight) < 2 or min(layer.shape) < 1:
+        return False
+    sizes = (weight[0], math.prod(weight[1:]))
+    out, wide = sizes[::-1] if layer.transposed else sizes
+    held = wide == layer.shape[1] and _holds(out, layer)
+    if layer.bias is None:
+        return held
+    bias = parameters.get(layer.bias, ())
+    return held and len(bias) == 1 and _holds(bias[0], layer)
+
+
+def _holds(out: int, layer: Site) -> bool:
+    """Whether a matrix of so many outputs has those of a layer, and no more than `PACKED` times as many."""
+    if layer.rows is None:
+        return out == layer.shape[0]
+    start, stop, *period = layer.rows
+    width = stop - start
+    if len(period) > 1 or not 0 <= start < stop or layer.shape[0] % width:
+        return False
+    if period:  # one run of rows for every head
+        return stop <= period[0] <= PACKED * width and out == layer.shape[0] // width * period[0]
+    return width == layer.shape[0] and stop <= out <= PACKED * width
