@@ -20,7 +20,7 @@ from taskferry.output.record import Result
 from taskferry.output.verdict import HARMS, HELPS, NOT_SHOWN
 from taskferry.output.write import TASK_VECTOR
 
-MARKS = {
+MARKS: dict[str | None, str] = {
     HELPS: "[bold green]It helps[/]",
     NOT_SHOWN: "[bold yellow]Not shown to help[/]",
     HARMS: "[bold red]It does harm[/]",

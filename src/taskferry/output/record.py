@@ -42,7 +42,8 @@ class Result:
     @property
     def state(self) -> str | None:
         """`helps`, `not shown to help` or `harms`; None where nothing was measured."""
-        return self.record["verdict"]["state"]
+        state: str | None = self.record["verdict"]["state"]
+        return state
 
     @property
     def coverage(self) -> Coverage | None:
@@ -110,8 +111,11 @@ def make_record(
     # What a fine-tune brings beside changes of its base has found no place either.
     coverage = Coverage(coverage.rows, {**coverage.unused, **ignored})
     again = f"taskferry {config.command} --config {shlex.quote(str((config.out or Path()) / SETTINGS))} --out ANOTHER"
-    counts = {"moved": len(coverage.moved()) or len(moved), "of": len(coverage.rows) or len(moved)}
-    counts["weights"] = coverage.share() if coverage.rows else None
+    counts = {
+        "moved": len(coverage.moved()) or len(moved),
+        "of": len(coverage.rows) or len(moved),
+        "weights": coverage.share() if coverage.rows else None,
+    }
     return {
         "taskferry": __version__,
         "command": command or again,
