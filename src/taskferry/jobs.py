@@ -50,13 +50,9 @@ from taskferry.training.refine import Refined, refine
 
 GENERATED = "All of this is on samples that the tuned source wrote, which is no evidence on real ones: evaluate it."
 TAUGHT = "The answers are those of the tuned source: evaluate it on true ones."
-<<<<<<< ours
 SOLVED = (
     "The head {layer} was solved from the tuned source's scores: it gives the same class on {agreement:.0%} of samples."
 )
-=======
-SOLVED = "The head {layer} was solved from the tuned source's scores: the same class on {agreement:.0%} of samples."
->>>>>>> theirs
 STEP = 8  # samples in one step of a refinement, roughly
 
 
