@@ -18,7 +18,9 @@ from taskferry.choices import FREE, GENERATE, OWN, LabelSource, ObjectiveName, S
 from taskferry.errors import MissingSettings, TaskferryError, first_line
 
 S = TypeVar("S", bound="Settings")
-DEFAULT_METHOD = "bico"
+DEFAULT_METHOD = "distil"
+BLOCK_METHOD = "bico"  # of maps: one block of each model at a time, and what `fit` saves
+LEARNING = ("distil", "natural")  # methods that ask the tuned source, and find the size of their change
 PAPER: dict[str, Any] = {"method": "bico", "set": {"map_rank": "full"}, "scale": 1.0}  # what --paper fixes
 MOST_YAML = 2**20  # bytes
 Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -125,7 +127,9 @@ class PairSettings(GenerationSettings, PlaceSettings):
 
     source_base: str = Field("", description="the base model that was tuned (default: the one that an adapter names)")
     target_base: str = Field(description="the base model to move to")
-    method: str = Field(DEFAULT_METHOD, description="how to move: bico, theseus, gradfix, transfusion or naive")
+    method: str = Field(
+        DEFAULT_METHOD, description="distil, natural, bico, theseus, gradfix, transfusion or naive"
+    )
     set: dict[str, Any] = Field({}, description="a setting of the method, such as map_rank=full, or a key of --config")
     device: str = Field("auto", description="cpu, cuda or auto; of the source and the target: cuda:0,cuda:1")
     statistics_memory: float = Field(4.0, gt=0, description="GiB of statistics in memory at once")
@@ -147,7 +151,7 @@ class TransferSettings(PairSettings):
     command: ClassVar[str] = "transfer"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "What to move": _WHAT,
-        "How": ("method", "set", "samples", "scale", "refine", "seed", "labels", "paper"),
+        "How": ("method", "set", "samples", "scale", "seed", "labels", "paper"),
         "Where, and in what form": ("as_", "rank", "device", "dtype", "engine", "force"),
     }
 
@@ -156,8 +160,6 @@ class TransferSettings(PairSettings):
     scale: Scale | Literal["auto"] = Field(
         "auto", description="multiplies the moved change; auto: what helps most on held-out samples"
     )
-    refine: int = Field(0, ge=0, description="training steps after the move, towards the tuned source, without labels")
-    refine_rate: float | None = Field(None, gt=0, description="learning rate of refine; by the width unless given")
     paper: bool = Field(False, strict=True, description="exactly as in the paper: BiCo, maps of full rank, scale 1")
     as_: Form | None = Field(None, alias="as", description="what to write (default: a LoRA for a LoRA, else a model)")
     rank: int | None = Field(None, ge=1, description="rank of the LoRA that is written (default: that of the LoRA)")
@@ -179,19 +181,26 @@ class TransferSettings(PairSettings):
             raise ValueError(f"paper fixes {', '.join(other)}: give one or the other")
         return {**given, **PAPER}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_maps(cls, given: Any) -> Any:
+        """Block by block the default is the method of maps."""
+        if isinstance(given, dict) and given.get("engine") == "blockwise":
+            return {"method": BLOCK_METHOD, **given}
+        return given
+
     @model_validator(mode="after")
     def _together(self) -> TransferSettings:
         """Refuse what contradicts itself, all in one sentence."""
         wrong = []
         if self.rank is not None and self.as_ in ("model", "task-vector"):
             wrong.append(f"rank is of a LoRA: leave it out, or --as {self.as_}")
-        if self.refine and self.dtype != "float32":
-            wrong.append("refine trains, which needs weights in float32: leave dtype out")
-        if self.refine_rate is not None and not self.refine:
-            wrong.append("refine_rate is of a refinement: give --refine STEPS beside it, or leave it out")
+        if self.method == "distil" and self.dtype != "float32":
+            wrong.append("distil trains, which needs weights in float32: leave dtype out, or --method natural")
+        if self.method in LEARNING and self.scale != "auto":
+            wrong.append(f"{self.method} finds the size of its change itself: leave scale out")
         if self.engine == "blockwise":
             asked = {
-                "--refine": self.refine,
                 "--labels teacher": self.labels == "teacher",
                 f"--calibration {GENERATE}": self.generates,
                 "--as": self.as_,
@@ -213,6 +222,7 @@ class FitSettings(PairSettings):
         "Where": ("device", "dtype"),
     }
 
+    method: str = Field(BLOCK_METHOD, description="how to make the maps: bico or theseus")
     out: Path = Field(description="the alignment file to write; must not exist yet")
     source_tuned: str | None = Field(None, description="a fine-tune for reference: it labels or writes samples")
     adapters: str | None = Field(None, description="a folder of adapters: each writes its share of generated samples")

@@ -16,7 +16,7 @@ from typing import Any
 
 from taskferry.alignment import Alignment
 from taskferry.collect.scale import EVALUATIONS, ScaleCurve
-from taskferry.config import ApplySettings, FitSettings, TransferSettings
+from taskferry.config import LEARNING, ApplySettings, FitSettings, TransferSettings
 from taskferry.disk.files import hash_parameters, write_text
 from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import check_free, staged_folder
@@ -39,21 +39,20 @@ from taskferry.models import (
 from taskferry.models.models import resolve
 from taskferry.objectives.generation import HALF, beside
 from taskferry.objectives.heads import solved_head
-from taskferry.objectives.teacher import Likeness, check_whole, kind_of, lesson_of
+from taskferry.objectives.teacher import Likeness, check_whole, kind_of
 from taskferry.opening import Opened, Reporter, opened
 from taskferry.output.record import Result, make_record, write_record
 from taskferry.output.verdict import FEW, HARMS, Verdict, change_by_place, judge, stayed_behind, what_moved
 from taskferry.output.write import FORMS, Target, check_written, form_of, rank_of, remarks, truncate, write_form
 from taskferry.source import SourceLosses, source_losses, with_base
 from taskferry.taskvector import TaskVector, match_names
-from taskferry.training.refine import Refined, refine
 
 GENERATED = "All of this is on samples that the tuned source wrote, which is no evidence on real ones: evaluate it."
 TAUGHT = "The answers are those of the tuned source: evaluate it on true ones."
 SOLVED = (
     "The head {layer} was solved from the tuned source's scores: it gives the same class on {agreement:.0%} of samples."
 )
-STEP = 8  # samples in one step of a refinement, roughly
+STEP = 16  # samples in one step of distil
 
 
 def transfer(
@@ -103,17 +102,15 @@ def transfer(
             raise TaskferryError(f"nothing of {config.source_tuned} moved: {why}")
         change, cut = truncate(moved.tau, form, config.rank, models.tuned.adapter)
         change, curve = _scaled(config, job, moved, change, models)
-        refined = _refined(config, job, change) if config.refine else None
-        written = change if refined is None else replace(refined.change, coverage=change.coverage)
-        answers = models.answers(change, None if refined is None else refined.change, reporter)
+        answers = models.answers(change, reporter)
         verdict = judge(
             curve, job.pair.objectives[1].unit, samples=job.judging.samples, held_out=models.held_out is not None,
-            answers=answers, refined=refined,
+            answers=answers,
         )  # fmt: skip
 
         adapter, ignored, head = models.tuned.adapter, models.tuned.ignored, dict[str, Any]()
         if form == "lora" and adapter is not None and models.both is not None:
-            tensors, head = solved_head(models.tuned, *models.both, written, job.calibration, job.judging)
+            tensors, head = solved_head(models.tuned, *models.both, change, job.calibration, job.judging)
             adapter = replace(adapter, head=tensors)
             ignored = {name: why for name, why in ignored.items() if name not in tensors}
         left = {**ignored, **cut.get("not_in_the_lora", {})}
@@ -121,14 +118,14 @@ def transfer(
         notes = [
             *verdict.notes,
             *([SOLVED.format(**head)] if head else []),
-            *remarks(form, written, models.target, adapter),
+            *remarks(form, change, models.target, adapter),
         ]
         verdict = replace(verdict, notes=tuple(notes))
         record = make_record(
             command,
             config,
             models.inputs.hashes(),
-            written,
+            change,
             verdict,
             provenance=moved.provenance,
             sites=moved.sites,
@@ -136,28 +133,26 @@ def transfer(
             source=None if source is None else source.record(),
             calibration={**models.samples_record(), **moved.provenance["calibration"]},
             scale_curve=[point for point in curve.points if math.isfinite(point[1])],  # JSON has no other numbers
-            refined=None if refined is None else refined.record(),
             head=head,
             placement=models.pair.placement(),
             form=form,
-            rank=rank_of(written),
+            rank=rank_of(change),
             seconds=round(time.perf_counter() - started, 1),
             **cut,
         )
-        nothing = not curve.helps and (refined is None or not refined.kept)
         worse = answers is not None and verdict.state == HARMS and config.scale == "auto"
-        if (nothing or worse) and not config.force:
-            return Result(record, None, written)
+        if (not curve.helps or worse) and not config.force:
+            return Result(record, None, change)
 
         with staged_folder(out) as folder:
-            write_form(folder, form, written, models.target, base=config.target_base, like=adapter)
+            write_form(folder, form, change, models.target, base=config.target_base, like=adapter)
             write_record(folder, record, config, adapter=form == "lora")
             for name, text in models.texts().items():
                 (folder / name).write_text(text, encoding="utf-8")
             reporter.note("loading the output again, to check it")
-            check_written(folder, form, written, models.target)
+            check_written(folder, form, change, models.target)
             models.inputs.check()
-        return Result(record, out, written)
+        return Result(record, out, change)
 
 
 def _name(given: str) -> str:
@@ -175,8 +170,6 @@ def _first_lines(config: TransferSettings, named: bool) -> dict[str, str]:
     if not config.generates:
         lines["samples"] = f"up to {config.samples} of {config.calibration}, seed {config.seed}"
     lines["method"] = " ".join([config.method, *(f"{name}={value}" for name, value in config.set.items())])
-    if config.refine:
-        lines["method"] += f", then {config.refine} training steps towards the tuned source"
     if config.engine == "blockwise":
         lines["method"] += ", one block of each model at a time"
     adapter = is_adapter(Path(resolve(config.source_tuned)))
@@ -186,9 +179,9 @@ def _first_lines(config: TransferSettings, named: bool) -> dict[str, str]:
 
 def _check(config: TransferSettings, models: Opened, form: str) -> None:
     """Refuse what could only fail after the whole move."""
-    if config.refine:
+    if config.method in LEARNING:  # the tuned source is asked
         lesson = kind_of(models.pair.objectives)
-        check_whole(models.tuned, "leave --refine out", heads=lesson is not Likeness)  # features need no head
+        check_whole(models.tuned, "give --method bico", heads=lesson is not Likeness)  # features need no head
     if form == "lora" and models.tuned.adapter is None and config.rank is None:
         raise TaskferryError("a LoRA of a full fine-tune needs a rank: give --rank 32")
 
@@ -197,7 +190,9 @@ def _estimate(config: TransferSettings, job: Job, method: Method) -> Estimate:
     """Sizes and a rough time."""
     passes = BACKWARD if method.needs.gradients else 1.0
     looks = (EVALUATIONS if config.scale == "auto" else 2) * job.judging.samples / job.calibration.samples
-    target = passes + looks + BACKWARD * config.refine * STEP / job.calibration.samples
+    steps = method.checked(config.set).get("steps", 0)
+    learning = 2 * BACKWARD * steps if config.method == "natural" else BACKWARD * steps * STEP / job.calibration.samples
+    target = passes + looks + learning
     return estimate(job.pair, job.wanted, source_passes=passes, target_passes=target, maps=method.needs.maps)
 
 
@@ -235,22 +230,6 @@ def _scaled(
     factor = curve.best or float(config.force)
     units = job.judging.samples / max(1, job.pair.objectives[1].units(job.target, job.judging.side(1)))
     return change if factor == 1 else factor * change, curve.times(units)  # per token of a language model
-
-
-def _refined(config: TransferSettings, job: Job, start: TaskVector) -> Refined:
-    """Train the moved change towards what the tuned source answers."""
-    models, progress = (job.source, job.target), job.pair.work.progress
-    fit, held_out = (lesson_of(models, job.tau, part, job.pair.objectives) for part in (job.calibration, job.judging))
-    return refine(
-        job.target,
-        start,
-        fit,
-        held_out,
-        config.refine,
-        learning_rate=config.refine_rate,
-        seed=config.seed,
-        progress=None if progress is None else lambda done, steps: progress("refine", done, steps),
-    )
 
 
 def _completed(

@@ -85,7 +85,7 @@ class Opened:
         lines["loss"] = f"{objective.words}, {objective.unit}"
         return lines
 
-    def answers(self, moved: TaskVector, refined: TaskVector | None, reporter: Reporter) -> HeldOutAnswers | None:
+    def answers(self, moved: TaskVector, reporter: Reporter) -> HeldOutAnswers | None:
         """Answers before and after; None where there are no prompts, or no models to ask."""
         questions = self.prepared.questions
         if questions is None or self.both is None:
@@ -94,7 +94,7 @@ class Opened:
         numbers = [i for batch in judging.side(1) for i in batch.ids]
         held_out = self.held_out is not None
         return held_out_answers(
-            *self.both, self.tuned, questions, numbers, moved, refined, held_out=held_out, progress=reporter.step
+            *self.both, self.tuned, questions, numbers, moved, held_out=held_out, progress=reporter.step
         )
 
     def samples_record(self) -> dict[str, Any]:

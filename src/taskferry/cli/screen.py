@@ -128,9 +128,9 @@ def _short(text: str) -> str:
 def next_after(settings: TransferSettings, result: Result) -> str:
     """The command to type after a transfer."""
     if result.folder is None:
-        return "the same command with more --samples, or --refine 30"
+        return f"the same command with more --samples{_longer(settings)}"
     if result.state == HARMS:
-        other = "without --scale" if settings.scale != "auto" else "with more --samples, or --refine 30"
+        other = "without --scale" if settings.scale != "auto" else f"with more --samples{_longer(settings)}"
         return f"rm -r {shlex.quote(str(result.folder))}, then the same command {other}"
     calibration = result.record["calibration"]
     data = Path(settings.calibration)
@@ -138,6 +138,11 @@ def next_after(settings: TransferSettings, result: Result) -> str:
     test = shlex.quote(str(beside)) if data.is_file() and beside.is_file() and beside != data else "TEST_DATA"
     shots = f" --shots {shlex.quote(settings.calibration)}" if calibration["head_made_from_samples"] else ""
     return f"taskferry evaluate {scored(settings, result)} --test {test}{shots}"
+
+
+def _longer(settings: TransferSettings) -> str:
+    """What else may help."""
+    return ", or --set steps=100" if settings.method == "distil" else ", or --method distil"
 
 
 def scored(settings: TransferSettings | ApplySettings, result: Result) -> str:

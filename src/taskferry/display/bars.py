@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 Tell = Callable[..., None]  # (done, total), and the loss where there is one
 
 TITLES = {"capture": "forward and backward", "solve": "maps", "scale": "scale", "forward": "forward",
-          "blocks": "blocks moved", "natural": "natural-gradient steps", "refine": "training steps",
+          "blocks": "blocks moved", "natural": "natural-gradient steps", "distil": "training steps",
           "generate": "writing samples", "answers": "answering prompts"}  # fmt: skip
 
 

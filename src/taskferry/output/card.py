@@ -43,9 +43,7 @@ def write_card(folder: Path, record: Mapping[str, Any], *, adapter: bool) -> Non
 
 def _method(record: Mapping[str, Any]) -> str:
     name = str(record["provenance"].get("method", ""))
-    known, steps = methods().get(name), (record.get("refined") or {}).get("kept")
-    if steps:
-        return f"{name}; then trained for {steps} steps towards the tuned source, without labels"
+    known = methods().get(name)
     return name if known is None else f"{name}; {known.card}"
 
 
@@ -53,7 +51,7 @@ def _answers(answers: Mapping[str, Any] | None) -> list[str]:
     """Scores of held-out answers, and some prompts with what each model wrote."""
     if not answers:
         return []
-    named = {"source": "tuned source", "before": "target before", "moved": "target moved", "refined": "target refined"}
+    named = {"source": "tuned source", "before": "target before", "after": "target after"}
     facts = {"right": "right %", "exact": "exact %", "stopped": "stopped %", "valid_json": "valid JSON %"}
     scores = [
         [words, *(f"{answers[who][fact]:.0f}" if fact in answers[who] else "" for fact in facts)]

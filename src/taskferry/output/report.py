@@ -54,6 +54,7 @@ def write_report(given: Path, out: Path | None = None) -> tuple[Path, str]:
 def transfer_page(record: Record, folder: Path) -> str:
     """The page of one output."""
     settings, verdict = record["settings"], record["verdict"]
+    learned = record["provenance"].get("distilled") or {}
     sections = [
         _section("In short", _warnings(verdict), _tiles(record, folder), *_notes(verdict)),
         _answers(verdict.get("answers")),
@@ -63,7 +64,7 @@ def transfer_page(record: Record, folder: Path) -> str:
             _fold("Every layer, by block", _status_maps(record["coverage"]["rows"])),
             _fold("How good the maps are", _map_tables(record.get("sites", ()))),
             _fold("Loss at every scale that was tried", _curve(record.get("scale_curve", ()), "scale", verdict)),
-            _fold("Loss while refining", _curve((record.get("refined") or {}).get("losses", ()), "step", verdict)),
+            _fold("Held-out loss while it learned", _curve(learned.get("losses", ()), "step", verdict)),
             _fold("Where it comes from", _provenance(record)),
         ),
         _section("To repeat it", tag("pre", tag("code", escape(record["command"])), tabindex=0)),
@@ -110,7 +111,7 @@ def _notes(verdict: Record) -> list[str]:
 def _tiles(record: Record, folder: Path) -> str:
     verdict, tiles = record["verdict"], []
     if answers := verdict.get("answers"):
-        after = answers.get("refined") or answers["moved"]
+        after = answers["after"]
         note = f"{answers['before']['right']:.0f} % before"
         note += f", source {answers['source']['right']:.0f} %" if "source" in answers else ""
         tiles.append(("Right answers", f"{after['right']:.0f} %", note))
@@ -142,7 +143,7 @@ def _answers(answers: Record | None) -> str:
     """Some prompts with what each model wrote, and scores with their interval."""
     if not answers:
         return ""
-    named = {"source": "tuned source", "before": "target before", "moved": "target moved", "refined": "target refined"}
+    named = {"source": "tuned source", "before": "target before", "after": "target after"}
     facts = {"right": "right", "exact": "exact", "begins": "begins right", "stopped": "stopped", "valid_json": "JSON"}
     shown = {name: words for name, words in facts.items() if name in answers["before"]}
     scores = [

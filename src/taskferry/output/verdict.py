@@ -18,7 +18,6 @@ from taskferry.objectives.answers import Score, answers_of, choices_of, gain
 from taskferry.objectives.preparation import Questions
 from taskferry.objectives.teacher import can_answer, teacher_model
 from taskferry.taskvector import LazyDeltas, TaskVector
-from taskferry.training.refine import Refined
 
 State = Literal["helps", "not shown to help", "harms"]
 HELPS: State = "helps"
@@ -33,20 +32,14 @@ EXAMPLES = 5
 
 @dataclass(frozen=True)
 class HeldOutAnswers:
-    """Answers to the same prompts: of the tuned source, and of the target untouched, moved, and refined."""
+    """Answers to the same prompts: of the tuned source, and of the target before and after."""
 
     prompts: tuple[str, ...]
     source: Score | None  # None where it is more than its base with a change, and not saved whole
     before: Score
-    moved: Score
-    refined: Score | None
+    after: Score
     ends: bool  # whether the tuned source ends its answers, so that one without an end is wrong
     held_out: bool = True  # whether the samples made none of what is scored
-
-    @property
-    def after(self) -> Score:
-        """The score of the output."""
-        return self.refined or self.moved
 
     @property
     def gain(self) -> tuple[float, float, float]:
@@ -58,8 +51,6 @@ class HeldOutAnswers:
         """For people."""
         points, low, high = (f"{value:+.0f}".replace("-", "−") for value in self.gain)
         now = f"{self.after.right(self.ends):.0f} % of the answers are right"
-        if self.refined is not None:
-            now += f" ({self.moved.right(self.ends):.0f} % before refining)"
         own = "" if self.source is None else f"; the tuned source has {self.source.right(self.ends):.0f} %"
         return (
             f"{now} on {len(self.prompts)} {'held-out' if self.held_out else 'calibration'} samples, "
@@ -77,7 +68,7 @@ class HeldOutAnswers:
 
     def record(self) -> dict[str, Any]:
         """For machines."""
-        scores = {"source": self.source, "before": self.before, "moved": self.moved, "refined": self.refined}
+        scores = {"source": self.source, "before": self.before, "after": self.after}
         step = max(1, len(self.prompts) // EXAMPLES)
         found: dict[str, Any] = {
             name: {"right": round(score.right(self.ends), 2), **score.facts()}
@@ -105,7 +96,6 @@ def held_out_answers(
     questions: Questions,
     numbers: Sequence[int],
     moved: TaskVector,
-    refined: TaskVector | None = None,
     *,
     held_out: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
@@ -114,12 +104,12 @@ def held_out_answers(
     chosen = [numbers[i * len(numbers) // MOST] for i in range(MOST)] if len(numbers) > MOST else numbers
     samples = [questions.samples[i] for i in chosen]
     choices = choices_of([sample[-1].text for sample in questions.samples])
-    rounds, done = 3 + (refined is not None), 0
+    done = 0
 
     def answers(model: Loaded, tokenizer: Any) -> Score:
         nonlocal done
         start, done = done, done + len(samples)
-        tell = None if progress is None else lambda now, of: progress("answers", start + now, rounds * of)
+        tell = None if progress is None else lambda now, of: progress("answers", start + now, 3 * of)
         return answers_of(model.model, tokenizer, samples, choices=choices, progress=tell)
 
     def changed(change: TaskVector) -> Score:
@@ -133,8 +123,7 @@ def held_out_answers(
             of_source = answers(teacher, source.tokenizer())  # a tuned folder may have none
     prompts = tuple("\n".join(segment.text for segment in sample[:-1]) for sample in samples)
     before, after = answers(target, target.tokenizer()), changed(moved)
-    trained = None if refined is None else changed(refined)
-    return HeldOutAnswers(prompts, of_source, before, after, trained, questions.ends, held_out)
+    return HeldOutAnswers(prompts, of_source, before, after, questions.ends, held_out)
 
 
 @dataclass(frozen=True)
@@ -161,16 +150,14 @@ def judge(
     samples: int,
     held_out: bool = True,
     answers: HeldOutAnswers | None = None,
-    refined: Refined | None = None,
 ) -> Verdict:
     """Decide by right answers, and by the loss where there are none; `curve` has the losses by scale."""
     before, after = curve.loss(0.0), curve.loss(curve.best)
-    trained = refined is not None and refined.kept > 0
-    lower = refined.better if refined is not None and trained else after < before
+    lower = after < before
     on = f"{samples} {'held-out' if held_out else 'calibration'} samples"
     loss = f"the loss on {on} went {'down' if after < before else 'UP'} from {before:.4g} to {after:.4g} {unit}"
     notes, warnings = [], []
-    if not curve.helps and not trained:
+    if not curve.helps:
         state = NOT_SHOWN
         sentence = (
             f"Nothing helps: no scale up to {curve.points[-1][0]:g} lowers the loss of the target on {on} "
@@ -184,11 +171,7 @@ def judge(
     else:
         state = HELPS if lower else HARMS
         sentence = f"{LEADS[state]}: {loss}."
-    if refined is not None:
-        notes.append(refined.sentence)
-        if trained and not refined.better:
-            warnings.append("on held-out samples the refined target is no better than the untouched one")
-    elif curve.helps and not after < before:
+    if curve.helps and not lower:
         warnings.append(
             "the loss went UP: this makes the target worse on the samples; leave --scale out, so that a scale that "
             "helps is searched"

@@ -27,7 +27,7 @@ from taskferry.models import Skeleton, write_adapter
 from taskferry.objectives.teacher import Lesson, Tokens
 from taskferry.taskvector import Delta, LowRank, TaskVector
 
-LOOKS = 10  # at the held-out samples, about
+LOOKS = 4  # at the held-out samples, about
 TEXTS, OTHERS = 16, 64  # samples a step
 # Learning rates: of factors by the root of the width, because entries of wider weights are smaller; of whole weights by
 # the width, so that a step of AdamW changes what a layer says by a like share at any width.
@@ -138,7 +138,7 @@ def refine(
             optimiser.step()
             if progress is not None:
                 progress(step, steps)
-            if step % every == 0 or step == steps or not math.isfinite(float(loss)):
+            if step % every == 0 or step == steps or not math.isfinite(loss.item()):
                 losses.append((step, judged()))
                 if not math.isfinite(losses[-1][1]):
                     break
