@@ -61,9 +61,9 @@ def test_set_takes_settings_of_the_run_and_of_the_method(tmp_path: Path) -> None
     ("more", "told"),
     [
         ({"rank": 4, "as_": "model"}, "rank is of a LoRA"),
-        ({"refine": 3, "dtype": "bfloat16"}, "needs weights in float32"),
-        ({"set": ["refine_rate=0.1"]}, "give --refine STEPS"),
-        ({"engine": "blockwise", "refine": 3, "labels": "teacher"}, "--refine needs .*; --labels teacher needs whole"),
+        ({"dtype": "bfloat16"}, "distil trains, which needs weights in float32"),
+        ({"scale": 2.0}, "distil finds the size of its change itself"),
+        ({"engine": "blockwise", "labels": "teacher"}, "--labels teacher needs whole"),
         ({"engine": "blockwise", "calibration": "generate"}, "--calibration generate needs whole models"),
         ({"set": ["temperature=2"]}, "temperature is of generated samples"),
         ({"calibration": "generate", "labels": "data"}, "generated samples have no labels"),

@@ -127,9 +127,7 @@ class PairSettings(GenerationSettings, PlaceSettings):
 
     source_base: str = Field("", description="the base model that was tuned (default: the one that an adapter names)")
     target_base: str = Field(description="the base model to move to")
-    method: str = Field(
-        DEFAULT_METHOD, description="distil, natural, bico, theseus, gradfix, transfusion or naive"
-    )
+    method: str = Field(DEFAULT_METHOD, description="distil, natural, bico, theseus, gradfix, transfusion or naive")
     set: dict[str, Any] = Field({}, description="a setting of the method, such as map_rank=full, or a key of --config")
     device: str = Field("auto", description="cpu, cuda or auto; of the source and the target: cuda:0,cuda:1")
     statistics_memory: float = Field(4.0, gt=0, description="GiB of statistics in memory at once")

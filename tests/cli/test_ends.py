@@ -1,4 +1,4 @@
-"""A LoRA that ends its answers, trained by trl, moved and refined: what it writes ends, or the verdict says so."""
+"""A LoRA that ends its answers, trained by trl, moved: what it writes ends, or the verdict says so."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ def answers(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_what_is_refined_ends_its_answers(world: Path, tmp_path: Path) -> None:
+def test_what_was_moved_ends_its_answers(world: Path, tmp_path: Path) -> None:
     """As the tuned source does on its own base; the record, the terminal and `evaluate` say so."""
     base, out, test = FILES / "base-b", tmp_path / "out", world / "test.jsonl"
     ran = taskferry("transfer", "--source-tuned", world / "lora", "--target-base", base, "--calibration",
-                    world / "data.jsonl", "--method", "cold", "--refine", 30, "--out", out)  # fmt: skip
+                    world / "data.jsonl", "--out", out)  # fmt: skip
     own = taskferry("evaluate", FILES / "base-a", "--add", world / "lora", "--test", test, "--json").json
     assert own["stopped"] >= 98
     moved = taskferry("evaluate", base, "--add", out, "--test", test, "--json").json
     assert moved["stopped"] >= own["stopped"] - 2
     assert moved["exact"] > 40
-    assert answers(out)["refined"]["stopped"] >= answers(out)["source"]["stopped"] - 2
+    assert answers(out)["after"]["stopped"] >= answers(out)["source"]["stopped"] - 2
     assert answers(out)["before"]["stopped"] < 50
-    assert "Held-out prompts" in ran.out
+    assert "prompt" in ran.out
     alone = taskferry("evaluate", base, "--test", test, "--json").json
     assert alone["exact"] == 0
 
@@ -88,12 +88,12 @@ def test_an_answer_that_goes_on_is_told(world: Path, tmp_path: Path) -> None:
     """The move alone begins some answers right here, and ends none: that is no help."""
     out = tmp_path / "out"
     ran = taskferry("transfer", "--source-tuned", world / "lora", "--target-base", FILES / "base-b", "--calibration",
-                    world / "data.jsonl", "--effort", "fast", "--out", out)  # fmt: skip
+                    world / "data.jsonl", "--method", "bico", "--force", "--out", out)  # fmt: skip
     found = answers(out)
-    if found["moved"]["stopped"] < found["source"]["stopped"]:
+    if found["after"]["stopped"] < found["source"]["stopped"]:
         assert "of the answers end by themselves" in " ".join(ran.out.split())
     if found["gain"]["low"] <= 0:
-        assert "not shown to help" in ran.out
+        assert "It helps" not in ran.out
 
 
 def test_a_base_model_takes_the_chat_template_of_the_source(world: Path, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_base_model_takes_the_chat_template_of_the_source(world: Path, tmp_pat
     chats = write(tmp_path / "chats.jsonl", [{"messages": row["prompt"] + row["completion"]} for row in halves])
     base, out = FILES / "base-b", tmp_path / "out"
     ran = taskferry("transfer", "--source-tuned", lora, "--target-base", base, "--calibration", chats,
-                    "--method", "cold", "--refine", 30, "--out", out)  # fmt: skip
+                    "--out", out)  # fmt: skip
     record = json.loads((out / "taskferry.json").read_text())
     assert f"in the chat template of {source}" in record["calibration"]["labels"]
     assert "Right answers on" in " ".join(ran.out.split())
@@ -132,7 +132,7 @@ def test_a_base_model_takes_the_chat_template_of_the_source(world: Path, tmp_pat
 @pytest.mark.real
 @pytest.mark.every
 def test_real_models(shared: Path, tmp_path: Path) -> None:
-    """SmolLM2 to Gemma 3 on questions: after thirty steps answers end as those of the tuned source do."""
+    """SmolLM2 to Gemma 3 on questions: answers end as those of the tuned source do."""
     smol, gemma = REAL / "smollm2-135m-instruct", REAL / "gemma-3-270m"
     if not (smol.is_dir() and gemma.is_dir()):
         pytest.skip(f"no real language models at {REAL}: set TASKFERRY_REAL")
@@ -148,7 +148,7 @@ def test_real_models(shared: Path, tmp_path: Path) -> None:
     given = ["--test", test, "--test-samples", 100, "--json"]
     own = taskferry("evaluate", smol, "--add", lora, *given).json
     taskferry("transfer", "--source-base", smol, "--source-tuned", lora, "--target-base", gemma, "--calibration", data,
-              "--method", "cold", "--refine", 30, "--out", tmp_path / "out")  # fmt: skip
+              "--out", tmp_path / "out")  # fmt: skip
     moved = taskferry("evaluate", gemma, "--add", tmp_path / "out", *given).json
     assert moved["stopped"] >= own["stopped"] - 2
     assert moved["exact"] > 30

@@ -147,10 +147,10 @@ def test_maps_along_a_reference_take_half_of_the_scale_too(world: Path, tmp_path
     assert all(relative(2 * moved[name], change) < 1e-4 for name, change in twice.items())
 
 
-def test_what_was_drawn_can_be_refined_on(world: Path, tmp_path: Path) -> None:
-    record = made(world, tmp_path / "refined", "--refine", 2).json
-    assert record["refined"]["steps"] == 2
-    assert "no evidence on real ones" in record["verdict"]["sentence"]
+def test_what_was_drawn_can_be_learned_from(world: Path, tmp_path: Path) -> None:
+    record = made(world, tmp_path / "learned", "--set", "steps=2").json
+    assert record["provenance"]["distilled"]["losses"][-1][0] == 2
+    assert "no evidence on real ones" in " ".join(record["verdict"]["notes"])
 
 
 def test_samples_are_neither_sent_nor_copied_on(world: Path, tmp_path: Path) -> None:

@@ -71,10 +71,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     [
         ("language", {}),
         pytest.param("language", {"engine": "blockwise", "method": "bico"}, marks=pytest.mark.every),
-        pytest.param("language", {"refine": 2, "scale": 1.0}, marks=pytest.mark.every),
+        pytest.param("language", {"method": "bico", "scale": 1.0}, marks=pytest.mark.every),
         pytest.param("texts", {}, marks=pytest.mark.every),
         pytest.param("texts", {"engine": "blockwise", "method": "bico"}, marks=pytest.mark.every),
-        pytest.param("texts", {"as_lora": True, "rank": 2, "refine": 2, "scale": 1.0}, marks=pytest.mark.every),
+        pytest.param("texts", {"as": "lora", "rank": 2, "method": "bico", "scale": 1.0}, marks=pytest.mark.every),
     ],
 )
 def test_a_transfer_writes_the_same_bytes(world: Path, tmp_path: Path, kind: str, more: dict[str, Any]) -> None:

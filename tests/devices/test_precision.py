@@ -107,9 +107,8 @@ def test_unknown_values_fail(world: Path, tmp_path: Path, more: dict[str, Any], 
 
 
 def test_training_is_refused_before_any_work(world: Path, tmp_path: Path) -> None:  # noqa: F811
-    settings = TransferSettings(**texts(world), dtype="bfloat16", out=tmp_path / "out", refine=2)
     with pytest.raises(ValueError, match="trains, which needs weights in float32"):
-        transfer(settings, command="test")
+        TransferSettings(**texts(world), dtype="bfloat16", out=tmp_path / "out")
 
 
 def test_sums_are_not_rounded_where_products_of_models_may_be() -> None:

@@ -91,7 +91,7 @@ def test_what_the_base_has_no_use_for_is_no_hindrance(world: Path, tmp_path: Pat
     save_file({**load_file(file), "v_head.summary.weight": torch.zeros(1, 32)}, file, {"format": "pt"})
     tuned = load_tuned(tmp_path / "tuned", load_model(world / "a"))
     assert list(tuned.ignored) == ["v_head.summary.weight"]
-    check_whole(tuned, "leave --refine out")
+    check_whole(tuned, "give --method bico")
     model = transformers.AutoModelForCausalLM.from_pretrained(world / "a", tie_word_embeddings=True)
     folders.save(model, tmp_path / "tied")
     torch.save(model.state_dict(), tmp_path / "state.pt")
@@ -103,8 +103,8 @@ def test_a_resized_fine_tune_teaches_as_it_was_saved_or_not_at_all(world: Path, 
     tuned = load_tuned(world / "more", base)
     with teacher_model(base, tuned) as teacher:
         assert teacher.model.get_input_embeddings().num_embeddings == 408
-    with pytest.raises(TaskferryError, match="leave --refine out"):
-        check_whole(tuned, "leave --refine out")
+    with pytest.raises(TaskferryError, match="give --method bico"):
+        check_whole(tuned, "give --method bico")
     torch.save(transformers.LlamaForCausalLM.from_pretrained(world / "more").state_dict(), tmp_path / "more.pt")
     with (
         pytest.raises(TaskferryError, match="give labels"),

@@ -18,8 +18,7 @@ def score(right: int, of: int = 40, stopped: bool = True) -> Score:
 
 
 def answers(before: int, after: int, **more: Score) -> HeldOutAnswers:
-    moved = more.get("moved", score(after))
-    return HeldOutAnswers(("?",) * 40, score(38), score(before), moved, more.get("refined"), ends=True)
+    return HeldOutAnswers(("?",) * 40, score(38), score(before), more.get("moved", score(after)), ends=True)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +30,6 @@ def answers(before: int, after: int, **more: Score) -> HeldOutAnswers:
         (LOWER, answers(30, 12), HARMS),  # though the loss fell
         (HIGHER, answers(12, 12), HARMS),
         (LOWER, answers(12, 40, moved=score(40, stopped=False)), HARMS),  # right words that never end
-        (LOWER, answers(12, 12, refined=score(35)), HELPS),
         (LOWER, None, HELPS),
         (HIGHER, None, HARMS),
         (NOTHING, None, NOT_SHOWN),
@@ -48,7 +46,6 @@ def test_states(curve: ScaleCurve, found: HeldOutAnswers | None, state: str) -> 
     assert f"{found.before.exact:.0f} % before" in told["sentence"]
     assert "the tuned source has 95 %" in told["sentence"]
     assert len(told["answers"]["examples"]) == 5
-    assert ("refined" in told["answers"]) == (found.refined is not None)
 
 
 def test_an_answer_that_does_not_end_is_told() -> None:
