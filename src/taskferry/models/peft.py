@@ -78,8 +78,7 @@ class Skeleton:
     @classmethod
     def from_sites(cls, parameters: Mapping[str, tuple[int, ...]], sites: Iterable[Site], prefix: str) -> Skeleton:
         """Make the skeleton of a model whose linear layers are known, as in an alignment."""
-        named = [s for s in sites if s.role != "router" and s.weight == f"{s.name.partition('#')[0]}.weight"]
-        plain = {site.weight: site.transposed for site in named}
+        plain = {s.weight: s.transposed for s in sites if s.weight == f"{s.name.partition('#')[0]}.weight"}
         linear = {weight for weight in plain if len(parameters[weight]) == 2}
         return cls(parameters, frozenset(linear), frozenset(weight for weight in linear if plain[weight]), prefix)
 
