@@ -27,7 +27,7 @@ from taskferry.engines.pair import ModelPair, Work
 from taskferry.engines.whole import WholePair
 from taskferry.errors import TaskferryError
 from taskferry.estimate import Estimate
-from taskferry.models import Loaded, Skeleton, Tuned, is_adapter, load_pair, load_tuned, read_adapter
+from taskferry.models import Loaded, Skeleton, Tuned, is_adapter, load_model, load_tuned, read_adapter
 from taskferry.models.huggingface import owns
 from taskferry.models.loaded import device_named
 from taskferry.models.models import resolve
@@ -176,7 +176,8 @@ def _samples(config: Both, data: Any, source: str, reporter: Reporter) -> Sample
 def _in_memory(
     config: Both, work: Work, inputs: Inputs, reporter: Reporter, samples: Samples | None, *, trial: bool
 ) -> Opened:
-    source, target = load_pair(config.source_base, config.target_base, config.devices, config.dtype)
+    source = load_model(config.source_base, dtype=config.dtype).to(config.devices[0])
+    target = load_model(config.target_base, dtype=config.dtype).to(config.devices[1])
     tuned = None
     if config.source_tuned is not None:
         reporter.note(f"loading {config.source_tuned}")

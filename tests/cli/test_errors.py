@@ -232,7 +232,7 @@ def test_files_that_are_not_what_they_say(world: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"use_dora": True}, "DoRA"),
+        ({"use_dora": True}, "sets use_dora"),
         ({"peft_type": "IA3"}, "merge it into its base"),
         ({"r": 0}, "a positive number is needed"),
         ({"lora_alpha": -1}, "a positive number is needed"),

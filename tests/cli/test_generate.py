@@ -156,13 +156,13 @@ def test_what_was_drawn_can_be_learned_from(world: Path, tmp_path: Path) -> None
 def test_samples_are_neither_sent_nor_copied_on(world: Path, tmp_path: Path) -> None:
     """A fine-tune may write down what it was tuned on."""
     from taskferry.models import load_model
-    from taskferry.models.models import write_model
     from taskferry.taskvector import TaskVector
 
     made(world, tmp_path / "moved", "--as", "model")
     assert (tmp_path / "moved" / "calibration.jsonl").is_file()
     (tmp_path / "next").mkdir()
-    write_model(load_model(tmp_path / "moved"), TaskVector({}), tmp_path / "next")
+    moved = load_model(tmp_path / "moved")
+    moved.format.write(moved, TaskVector({}), tmp_path / "next")
     assert not (tmp_path / "next" / "calibration.jsonl").exists()
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from taskferry import TaskVector
-from taskferry.models import load_model, write_model
+from taskferry.models import load_model
 from tests.helpers.command import taskferry
 
 timm = pytest.importorskip("timm")
@@ -128,6 +128,6 @@ def test_timm_files_in_older_names(tmp_path: Path) -> None:
     target = load_model(folder)
     name = "layers.2.downsample.reduction.weight"
     tau = TaskVector({name: torch.ones_like(dict(target.model.named_parameters())[name])})
-    write_model(target, tau, out)
+    target.format.write(target, tau, out)
     before, after = (timm.create_model(f"local-dir:{each}", pretrained=True).state_dict() for each in (folder, out))
     assert all(torch.equal(after[n], t + 1 if n == name else t) for n, t in before.items())

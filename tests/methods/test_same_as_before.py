@@ -21,7 +21,7 @@ from torch import Tensor
 from taskferry.config import CalibrationSettings
 from taskferry.example import FILES
 from taskferry.methods import Job, run
-from taskferry.models import load_pair, load_tuned
+from taskferry.models import load_model, load_tuned
 from taskferry.objectives.preparation import prepare
 from tests.helpers.fingerprints import distances, fingerprint
 
@@ -76,7 +76,7 @@ def encoders(shared: Path, folder: Path) -> Case:
 
 def move(case: Case, methods: Iterable[str], dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
     """What every method moves. The one place that knows how models are loaded and a method is run."""
-    source, target = load_pair(str(case.source), str(case.target), ("cpu", "cpu"))
+    source, target = load_model(case.source), load_model(case.target)
     source.model.to(dtype)
     target.model.to(dtype)
     tuned = load_tuned(str(case.tuned), source)

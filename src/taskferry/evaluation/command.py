@@ -17,7 +17,6 @@ from taskferry.evaluation.pool import LazyBatches, Pool
 from taskferry.evaluation.scoring import Score, evaluate
 from taskferry.models import Loaded, by_reason, load_model, load_tuned
 from taskferry.models.classifiers import has_own_head
-from taskferry.models.loaded import to_device
 from taskferry.models.models import resolve
 from taskferry.objectives.answers import answers_of
 from taskferry.objectives.contrastive import Contrastive
@@ -30,7 +29,7 @@ from taskferry.objectives.preparation import check_pairs
 def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -> tuple[Score, str, list[str]]:
     """The score, what scored, and what of a fine-tune had no part in it."""
     loaded = load_model(settings.model, dtype=settings.dtype)
-    to_device(loaded, settings.device)
+    loaded.to(settings.device)
     left: list[str] = []
     if settings.add is not None:
         tuned = load_tuned(settings.add, loaded)

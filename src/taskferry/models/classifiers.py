@@ -7,7 +7,6 @@ import re
 
 from torch import nn
 
-from taskferry.models.huggingface import imported
 from taskferry.models.loaded import Loaded
 
 # One answer for each sample.
@@ -16,14 +15,14 @@ _COUNTED = re.compile(r"(?:LABEL_)?([0-9]{1,9})", re.ASCII)
 
 
 def has_own_head(model: nn.Module) -> bool:
-    """Whether a model scores classes of whole samples by itself."""
+    """Tell whether a model scores classes of whole samples by itself."""
     if hasattr(model, "pretrained_cfg"):  # of timm
         return bool(getattr(model, "num_classes", 0))
     return type(model).__name__.endswith(_SCORING)
 
 
 def class_names(model: nn.Module) -> tuple[str, ...]:
-    """What a head calls its classes; () where it only counts them (LABEL_0, LABEL_1 …)."""
+    """Name the classes of a head; () where it only counts them (LABEL_0, LABEL_1 …)."""
     known = getattr(getattr(model, "config", None), "id2label", None) or {}
     if not has_own_head(model) or set(known) != set(range(len(known))):
         return ()
@@ -32,13 +31,13 @@ def class_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def class_count(model: nn.Module) -> int:
-    """How many rows a head has; 0 where there is none."""
+    """Count the rows of a head; 0 where there is none."""
     own = getattr(model, "num_classes", 0)  # of timm
     return int(getattr(getattr(model, "config", None), "num_labels", own))
 
 
 def counted(name: str) -> int | None:
-    """The number in a name that only counts: LABEL_3, 003."""
+    """Read the number in a name that only counts: LABEL_3, 003."""
     found = _COUNTED.fullmatch(name.strip())
     return None if found is None else int(found[1])
 
@@ -48,7 +47,9 @@ def classifier_around(loaded: Loaded, head: str, classes: int) -> nn.Module | No
 
     None where its kind has no such layer, or where another layer of it is in no file.
     """
-    transformers, accelerate = imported("transformers"), imported("accelerate")
+    import accelerate
+    import transformers
+
     config = copy.deepcopy(getattr(loaded.model, "config", None))
     kinds = (transformers.AutoModelForSequenceClassification, transformers.AutoModelForImageClassification)
     kind = next((each for each in kinds if type(config) in each._model_mapping), None)

@@ -21,53 +21,49 @@ from taskferry.models.loaded import Loaded, as_stored
 from taskferry.models.states import check_folder, check_inside
 from taskferry.taskvector import TaskVector
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.index.json", "*.gguf")
-_OURS = ("README.md", "taskferry.json", "taskferry.yaml", WRITTEN)  # of an output
-MOST_LAYERS = 1000
-_DEPTHS = ("layer", "layers")  # how settings that count layers end: n_layer, num_hidden_layers
 ORIGINAL = "give the 16-bit model that it was made from"
+MOST_LAYERS = 1000
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.index.json", "*.gguf")
+_TEXT = ("*.json", "*.txt", "*.model", "*.jinja")
+_OURS = ("README.md", "taskferry.json", "taskferry.yaml", WRITTEN)  # of an output
 # By quant_method: forms that transformers makes plain weights of while it loads, on any machine.
 _DEQUANTISED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 _EIGHT_BITS = ("F8", "F4", "I8", "U8")  # how such kinds of numbers begin in safetensors
-_TEXT = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
 def owns(where: str) -> bool:
-    """A folder whose config.json names a model type."""
+    """Tell a folder whose config.json names a model type."""
     config = Path(where) / "config.json"
     return config.is_file() and "model_type" in read_json(config)
 
 
 def download(given: str) -> str:
-    """The local folder of a hub id, with `@revision` where one is given; safetensors where the hub has them."""
-    hub = imported("huggingface_hub")
+    """Get the local folder of a hub id, with `@revision` where one is given; safetensors where the hub has them."""
+    from huggingface_hub import snapshot_download
+
     name, _, revision = given.partition("@")
     try:
         for weights in ("*.safetensors", "*.bin"):
-            folder = str(hub.snapshot_download(name, revision=revision or None, allow_patterns=[*_TEXT, weights]))
+            folder = snapshot_download(name, revision=revision or None, allow_patterns=[*_TEXT, weights])
             if any(Path(folder).glob(weights)):
                 return folder
     except Exception as error:  # the hub client raises many kinds; all mean that the model cannot be had
-        reason = str(error).strip().splitlines()[0]
-        raise TaskferryError(f"{given} is neither a folder nor a model that the hub gives: {reason}") from error
+        raise TaskferryError(
+            f"{given} is neither a folder nor a model that the hub gives: {first_line(error)}"
+        ) from error
     raise TaskferryError(f"{given} has no weights as safetensors or .bin: {ORIGINAL}")
 
 
 def load(
-    where: str, like: nn.Module | None, architecture: str | None = None, dtype: str = "float32"
+    where: str, like: nn.Module | None, dtype: str, architecture: str | None = None
 ) -> tuple[nn.Module, Path, set[str], dict[str, Any]]:
-    """The model of the class its configuration names; missing parameters are told."""
-    transformers = imported("transformers")
-    quiet(transformers)
+    """Load the model of the class that its configuration names, with the names of parameters in none of its files."""
     folder = Path(where)
-    if architecture is not None and not hasattr(transformers, architecture):
-        raise TaskferryError(f"transformers has no class '{architecture}'")
-    named, stored = _class_and_precision(transformers, folder, architecture)
+    named, stored = _class_and_precision(folder, architecture)
     form = quantised(folder)
-    precision = dtype if form is None else as_stored(dtype, stored)
     wanted: Any = named if like is None else type(like)
     try:
-        model, info = _from_pretrained(wanted, folder, precision)
+        model, info = _from_pretrained(wanted, folder, dtype if form is None else as_stored(dtype, stored))
     except TaskferryError as error:
         if like is None or getattr(named, "config_class", None) in (None, wanted.config_class):
             raise
@@ -80,19 +76,20 @@ def load(
 
 
 def skeleton(folder: Path, *, weights: bool = True) -> tuple[nn.Module, torch.dtype]:
-    """The model of the folder's class without memory for its parameters, and the precision they are stored in.
+    """Make the model of a folder's class without memory for its parameters, and name their stored precision.
 
-    `weights`: whether they lie beside its configuration.
+    Without `weights` nothing but its configuration need be there.
     """
-    transformers, accelerate = imported("transformers"), imported("accelerate")
-    quiet(transformers)
-    cls, stored = _class_and_precision(transformers, folder)
+    import accelerate
+    import transformers
+
+    cls, stored = _class_and_precision(folder)
     try:
-        _check_folder_size(cls, folder, weights)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        _check_size(cls, config, folder, weights)
         if weights:
             _check_stored(folder)
         with accelerate.init_empty_weights(include_buffers=False):  # rotary tables are buffers
-            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
             model = cls._from_config(_plain(config))
         model.tie_weights()
     except TaskferryError:
@@ -103,7 +100,7 @@ def skeleton(folder: Path, *, weights: bool = True) -> tuple[nn.Module, torch.dt
 
 
 def older_names(model: nn.Module) -> Callable[[str], str] | None:
-    """From a parameter's name in files of older releases of transformers to the name in this model, as it loads them.
+    """Rename parameters of files of older releases of transformers to those of this model, as it loads them.
 
     None where transformers has no such table, or the model is not its own.
     """
@@ -120,24 +117,24 @@ def older_names(model: nn.Module) -> Callable[[str], str] | None:
 
 
 def older_names_of(kind: str) -> Callable[[str], str]:
-    """The same for a class by its name; the class is looked at when a name is asked for."""
+    """Rename by a class's name alone; the class is looked up when the first name is asked for."""
 
     @cache
     def known() -> Callable[[str], str]:
+        import transformers
+
         try:
-            transformers, accelerate = imported("transformers"), imported("accelerate")
             cls = getattr(transformers, kind)
-            with accelerate.init_empty_weights():
-                found = older_names(cls._from_config(cls.config_class()))
+            with torch.device("meta"):
+                return older_names(cls._from_config(cls.config_class())) or str
         except Exception:  # no class of this release: names are what they are
-            found = None
-        return found or str
+            return str
 
     return lambda name: known()(name)
 
 
 def write(target: Loaded, tau: TaskVector, folder: Path) -> None:
-    """Like the target's folder: its precision, shard size, configuration, tokenizer, processor."""
+    """Write the target with τ added: its precision, shard size, configuration, tokenizer, processor."""
     if target.folder is None:
         raise ValueError("a Hugging Face model has a folder")
     form = quantised(target.folder)
@@ -156,10 +153,9 @@ def write(target: Loaded, tau: TaskVector, folder: Path) -> None:
 
 
 def copy_side_files(source: Path, folder: Path) -> None:
-    """Configuration, tokenizer, processor, templates; no weights and no card, those are this output's own."""
+    """Copy configuration, tokenizer, processor and templates; weights and card are the output's own."""
     for file in sorted(source.iterdir()):
-        skip = file.name in _OURS or any(file.match(w) for w in _WEIGHTS)
-        if file.name.startswith(".") or skip:
+        if file.name.startswith(".") or file.name in _OURS or any(file.match(each) for each in _WEIGHTS):
             continue
         if file.is_symlink():
             check_inside(source, file)
@@ -171,8 +167,9 @@ def copy_side_files(source: Path, folder: Path) -> None:
 
 
 def tokenizer(loaded: Loaded) -> Any:
-    """The fast tokenizer of the folder."""
-    transformers = imported("transformers")
+    """Load the fast tokenizer of the folder."""
+    import transformers
+
     copy = "copy the files of the tokenizer from the model that it was made of"
     try:
         found = transformers.AutoTokenizer.from_pretrained(loaded.folder, trust_remote_code=False)
@@ -187,8 +184,9 @@ def tokenizer(loaded: Loaded) -> Any:
 
 
 def image_transform(loaded: Loaded) -> Any:
-    """The folder's image processor as a function of one image."""
-    transformers = imported("transformers")
+    """Load the folder's image processor as a function of one image."""
+    import transformers
+
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(loaded.folder, trust_remote_code=False)
     except Exception as error:  # whatever stands in its files
@@ -197,8 +195,9 @@ def image_transform(loaded: Loaded) -> Any:
 
 
 def processor(loaded: Loaded) -> Any:
-    """The folder's processor of texts with images; one that is a tokenizer alone is none."""
-    transformers = imported("transformers")
+    """Load the folder's processor of texts with images; one that is a tokenizer alone is none."""
+    import transformers
+
     model: Any = loaded.model
     if not hasattr(model.config, "vision_config"):
         raise TaskferryError(f"{loaded.given} is a {type(model).__name__}, which reads no images: give rows of text")
@@ -215,19 +214,50 @@ def processor(loaded: Loaded) -> Any:
     return made
 
 
-def quiet(transformers: Any) -> None:
-    """No load reports and no progress bars of its own: ours say what matters."""
+def quantised(folder: Path) -> str | None:
+    """Read how the weights of a folder are quantised; None for plain weights, refused where they cannot be read."""
+    found = _quantisation(folder)
+    if not found:
+        return None
+    packed = found.get("load_in_4bit") or found.get("load_in_8bit")
+    method = "bitsandbytes" if packed else str(found.get("quant_method"))[:60]
+    if method not in _DEQUANTISED:
+        raise TaskferryError(f"{folder} is quantised with {method}, which cannot be read here: {ORIGINAL}")
+    return method
+
+
+def _quantisation(folder: Path) -> dict[str, Any]:
+    """Read what a configuration, or a part of it, says of quantised weights."""
+    config = read_json(folder / "config.json")
+    parts = (config, *(part for part in config.values() if isinstance(part, dict)))
+    found = [part[key] for part in parts for key in ("quantization_config", "compression_config") if part.get(key)]
+    if found and not isinstance(found[0], dict):
+        raise TaskferryError(f"{folder / 'config.json'}: its quantization_config is no table: it is damaged")
+    return found[0] if found else {}
+
+
+def _plain(config: Any) -> Any:
+    """Take out of a configuration what says how weights are quantised."""
+    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    return config
+
+
+def _class_and_precision(folder: Path, architecture: str | None = None) -> tuple[Any, torch.dtype]:
+    """Find the class that a configuration names, or the given one, and the precision of its weights."""
+    import transformers
+
+    # No load reports and no progress bars of its own: ours say what matters.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-
-
-def _class_and_precision(transformers: Any, folder: Path, architecture: str | None = None) -> tuple[Any, torch.dtype]:
-    """The class that a configuration names, or the one asked for; and the precision of its weights."""
     check_folder(folder)
     config = read_json(folder / "config.json")
     named = config.get("architectures") or ["AutoModel"]
     name = architecture or (named[0] if isinstance(named, list) else named)
     cls = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
+    if cls is None and architecture is not None:
+        raise TaskferryError(f"transformers has no class '{architecture}'")
     if cls is None and config.get("auto_map"):
         raise TaskferryError(
             f"{folder} brings code of its own ({', '.join(map(str, config['auto_map']))}), which is never run: give a "
@@ -245,12 +275,14 @@ def _class_and_precision(transformers: Any, folder: Path, architecture: str | No
 
 
 def _from_pretrained(cls: Any, folder: Path, dtype: torch.dtype | str) -> tuple[Any, dict[str, Any]]:
+    import transformers
+
+    form, how = quantised(folder), {"local_files_only": True, "trust_remote_code": False}
+    if form is not None:
+        how["quantization_config"] = getattr(transformers, _DEQUANTISED[form])(dequantize=True)
     try:
-        _check_folder_size(cls, folder)
         _check_stored(folder)
-        form, how = quantised(folder), {"local_files_only": True, "trust_remote_code": False}
-        if form is not None:
-            how["quantization_config"] = getattr(imported("transformers"), _DEQUANTISED[form])(dequantize=True)
+        _check_size(cls, transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False), folder)
         model, info = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, **how)
     except TaskferryError:
         raise
@@ -264,42 +296,19 @@ def _from_pretrained(cls: Any, folder: Path, dtype: torch.dtype | str) -> tuple[
                 f"{folder} does not have the shape of a {cls.__name__} of that base: give the base model that was tuned"
             ) from error
         raise TaskferryError(f"{folder} does not load as {cls.__name__}: {first_line(error)}") from error
-    # A weight that is missing beside others of its module is there in another form, quantised in some way.
-    other = (
-        n for n in info["unexpected_keys"] for m in info["missing_keys"] if n.startswith(m.rpartition(".")[0] + ".")
-    )
-    if (found := next(other, None)) is not None:
-        raise TaskferryError(f"{folder} holds {found} in place of plain weights: {ORIGINAL}")
+    # A block's weight that is missing beside others of its module is there in another form, quantised in some way.
+    missing = [name for name in info["missing_keys"] if any(part.isdigit() for part in name.split("."))]
+    modules = tuple(f"{name.rpartition('.')[0]}." for name in missing)
+    other = [name for name in info["unexpected_keys"] if name.startswith(modules)]
+    if other:
+        raise TaskferryError(f"{folder} holds {other[0]} in place of plain weights: {ORIGINAL}")
     if all(name in info["missing_keys"] for name, _ in model.named_parameters()):
         raise TaskferryError(f"{folder} holds no parameter of a {cls.__name__}: its configuration is of another model")
     return model, info
 
 
-def quantised(folder: Path) -> str | None:
-    """Read how the weights of a folder are quantised; None for plain weights, refused where they cannot be read."""
-    found = _quantisation(folder)
-    if not found:
-        return None
-    packed = found.get("load_in_4bit") or found.get("load_in_8bit")
-    method = "bitsandbytes" if packed else str(found.get("quant_method"))[:60]
-    if method not in _DEQUANTISED:
-        raise TaskferryError(f"{folder} is quantised with {method}, which cannot be read here: {ORIGINAL}")
-    return method
-
-
-def _quantisation(folder: Path) -> dict[str, Any]:
-    """What a configuration, or a part of it, says of quantised weights."""
-    config = read_json(folder / "config.json")
-    parts = (config, *(part for part in config.values() if isinstance(part, dict)))
-    found = [part[key] for part in parts for key in ("quantization_config", "compression_config") if part.get(key)]
-    if found and not isinstance(found[0], dict):
-        raise TaskferryError(f"{folder / 'config.json'}: its quantization_config is no table: it is damaged")
-    return found[0] if found else {}
-
-
 def _check_stored(folder: Path) -> None:
     """Refuse weights of 8 bits without scales, and blocks cut at an edge, which transformers would spread wrongly."""
-    block = _quantisation(folder).get("weight_block_size") or [1, 1]
     kinds: dict[str, tuple[str, list[int]]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -308,44 +317,35 @@ def _check_stored(folder: Path) -> None:
                 kinds |= {name: (str(each.get_dtype()), each.get_shape()) for name, each in slices.items()}
         except (SafetensorError, OSError):
             continue  # whoever reads it says what is wrong
+    form, block = quantised(folder), _quantisation(folder).get("weight_block_size") or [1, 1]
     for name, (kind, shape) in kinds.items():
         if not kind.startswith(_EIGHT_BITS) or not name.endswith(("weight", "proj")):
             continue
-        if quantised(folder) is None or f"{name}_scale_inv" not in kinds:
+        if form is None or f"{name}_scale_inv" not in kinds:
             raise TaskferryError(f"{folder} holds {name} in 8 bits without a scale that is explained: {ORIGINAL}")
         steps = zip(shape, block, strict=False) if isinstance(block, list) else [(1, 0)]
         if not all(isinstance(step, int) and step > 0 and size % step == 0 for size, step in steps):
             raise TaskferryError(f"{folder} holds {name} in blocks that its shape {shape} cuts: {ORIGINAL}")
 
 
-def _plain(config: Any) -> Any:
-    """A configuration of transformers without what says how weights are quantised."""
-    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config
-    return config
-
-
-def check_size(cls: Any, config: Any, place: Path, held: int | None) -> None:
-    """Whether a configuration is of a model that its files can hold: no memory is taken for what they do not."""
-    deep = [name for name, value in _numbers(config.to_dict()) if name.endswith(_DEPTHS) and value > MOST_LAYERS]
-    if deep:
-        raise TaskferryError(f"{place}: {deep[0]} is beyond {MOST_LAYERS}: the configuration is damaged")
-    if held is None:
+def _check_size(cls: Any, config: Any, folder: Path, weights: bool = True) -> None:
+    """Refuse a configuration of a model that its files cannot hold: no memory is taken for what they do not."""
+    for name, value in _numbers(config.to_dict()):
+        if name.endswith(("layer", "layers")) and value > MOST_LAYERS:  # n_layer, num_hidden_layers
+            raise TaskferryError(
+                f"{folder / 'config.json'}: {name} is beyond {MOST_LAYERS}: the configuration is damaged"
+            )
+    if not weights:
         return
     with torch.device("meta"):
         empty: nn.Module = (getattr(cls, "_from_config", None) or cls.from_config)(_plain(config))
     needed = sum(parameter.numel() for parameter in empty.parameters())
+    held = sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern))
     if needed > 16 * held + 2**20:  # four-bit weights, a new head
         raise TaskferryError(
-            f"{place} is of a model of {needed:,} numbers, its weights have {held:,} bytes: they do not belong together"
+            f"{folder / 'config.json'} is of a model of {needed:,} numbers, its weights have {held:,} bytes: they do "
+            "not belong together"
         )
-
-
-def _check_folder_size(cls: Any, folder: Path, weights: bool = True) -> None:
-    config = imported("transformers").AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    held = sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern))
-    check_size(cls, config, folder / "config.json", held if weights else None)
 
 
 def _numbers(config: Any, name: str = "") -> Iterator[tuple[str, float]]:
@@ -354,11 +354,3 @@ def _numbers(config: Any, name: str = "") -> Iterator[tuple[str, float]]:
             yield from _numbers(value, str(key))
     elif isinstance(config, int | float):
         yield name, config
-
-
-def imported(name: str) -> Any:
-    """A library of the extra `hf`."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise TaskferryError(f"{name} is needed for this model: pip install {name}") from error

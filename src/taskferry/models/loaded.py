@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -29,36 +30,56 @@ class Loaded:
 
     @property
     def exact(self) -> bool:
-        """Whether its weights are those that are stored, not rounded to fewer digits."""
+        """True where its weights are those that are stored, not rounded to fewer digits."""
         stored = self.extra.get("dtype")
         return self.precision in ("float32", "auto") or str(stored).removeprefix("torch.") == self.precision
 
     def tokenizer(self) -> Any:
-        """The model's own tokenizer."""
+        """Load the model's own tokenizer."""
         return self._once("tokenizer")
 
     def image_transform(self) -> Any:
-        """A function from a PIL image to the tensor that the model takes."""
+        """Load a function from a PIL image to the tensor that the model takes."""
         return self._once("image_transform")
 
     def processor(self) -> Any:
-        """What makes inputs of texts with images, for a language model that also sees."""
+        """Load what makes inputs of texts with images, for a language model that also sees."""
         if not hasattr(self.format, "processor"):
             raise TaskferryError(
                 f"{self.given} is no language model that reads images: give rows of text, or of images"
             )
         return self._once("processor")
 
+    def to(self, device: str) -> Loaded:
+        """Move the model, or say that it does not fit."""
+        place = device_named(device)
+        try:
+            self.model.to(place)
+        except torch.OutOfMemoryError as error:
+            raise TaskferryError(
+                f"{self.given} does not fit on {place}: give --dtype bfloat16, or another --source-device or "
+                "--target-device, or transfer with --engine blockwise, which needs a block of each model at a time"
+            ) from error
+        return self
+
     def _once(self, what: str) -> Any:
-        """Made from files the first time it is asked for."""
         key = f"made {what}"
         if key not in self.extra:
             self.extra[key] = getattr(self.format, what)(self)
         return self.extra[key]
 
 
+def library(name: str) -> Any:
+    """Import a library that is an extra of the same name."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        extra = name.replace("_", "")
+        raise TaskferryError(f"{name} is needed for this model: pip install 'taskferry[{extra}]'") from error
+
+
 def device_named(name: str) -> torch.device:
-    """A device that is there; `auto` is a GPU where there is one."""
+    """Find a device that is there; `auto` is a GPU where there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -69,23 +90,9 @@ def device_named(name: str) -> torch.device:
         raise TaskferryError(f"no device '{name}' here: {str(error).splitlines()[0]}; give --device cpu") from error
 
 
-def to_device(loaded: Loaded, device: str) -> None:
-    """Move a model, or say that it does not fit."""
-    place = device_named(device)
-    try:
-        loaded.model.to(place)
-    except torch.OutOfMemoryError as error:
-        raise TaskferryError(
-            f"{loaded.given} does not fit on {place}: give --dtype bfloat16, or another --source-device or "
-            "--target-device, or transfer with --engine blockwise, which needs a block of each model at a time"
-        ) from error
-
-
 def as_stored(precision: str, stored: torch.dtype) -> torch.dtype:
-    """The precision that was asked for; `auto` is the stored one."""
-    if precision == "auto":
-        return stored
-    found = getattr(torch, precision)
+    """Name the precision by its word; `auto` is the stored one."""
+    found = stored if precision == "auto" else getattr(torch, precision)
     if not isinstance(found, torch.dtype):
         raise ValueError(precision)
     return found

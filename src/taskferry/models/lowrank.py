@@ -12,7 +12,7 @@ from taskferry.taskvector import Delta, LowRank, TaskVector
 
 
 def compress(tau: TaskVector, rank: int) -> tuple[TaskVector, dict[str, float], dict[str, str]]:
-    """(τ of that rank, relative error of every matrix, what a LoRA cannot hold and why)."""
+    """Cut τ to a rank: with it, the relative error of every matrix, and what a LoRA cannot hold and why."""
     if rank < 1:
         raise TaskferryError(f"a LoRA of rank {rank} holds nothing: give a rank of at least 1")
     deltas: dict[str, Delta] = {}

@@ -2,7 +2,7 @@
 
     >>> A = load_model("path/or/hub-id@revision")
     >>> tau = load_tuned("path/to/tuned", A).tau
-    >>> write_model(B, moved, folder)
+    >>> B.format.write(B, moved, folder)
 
 Each format is one file beside this one: `owns`, `load`, `write`, `tokenizer`, `image_transform`.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from taskferry.disk.files import is_finite, nearest, read_json
 from taskferry.errors import TaskferryError
 from taskferry.models import huggingface, openclip, timm
-from taskferry.models.loaded import BUFFER, Loaded, to_device
+from taskferry.models.loaded import BUFFER, Loaded
 from taskferry.models.peft import (
     CONFIG,
     Adapter,
@@ -32,7 +32,7 @@ from taskferry.models.peft import (
     read_adapter,
     read_converted,
 )
-from taskferry.models.states import is_state_file, read_state
+from taskferry.models.states import TORCH_FILES, read_state
 from taskferry.taskvector import Delta, TaskVector, is_task_vector, match_names
 
 _FORMATS: tuple[ModuleType, ...] = (openclip, timm, huggingface)
@@ -47,39 +47,42 @@ def load_model(
     image_size: int | None = None,
     dtype: str = "float32",
 ) -> Loaded:
-    """A model, frozen and in eval mode; `like` asks for the class of another model (a base's).
+    """Load a model, frozen and in eval mode.
 
-    `dtype` is the precision of its weights: float32, bfloat16, float16, or auto for the stored one.
-    `architecture` names a class of transformers where it is not the folder's own: T5EncoderModel for a whole T5.
-    `image_size` lets a timm model read images of another size.
+    Args:
+        given: A Hugging Face, timm or OpenCLIP folder, a hub id, or openclip:NAME:CHECKPOINT.
+        like: A model whose class is to be loaded, in place of the folder's own: the base of a fine-tune.
+        architecture: A class of transformers in place of the folder's own: T5EncoderModel for a whole T5.
+        image_size: Images that a timm model is to read, in place of its own size.
+        dtype: Precision of the weights: float32, bfloat16, float16, or auto for the stored one.
     """
     given = str(given)
     where = resolve(given)
-    for kind in _FORMATS:
-        if kind.owns(where):
-            wishes = {"architecture": (architecture, huggingface), "image_size": (image_size, timm)}
-            more = {name: value for name, (value, _) in wishes.items() if value is not None}
-            for name in more:
-                if wishes[name][1] is not kind:
-                    raise TaskferryError(
-                        f"{given}: {name} is for {wishes[name][1].__name__.split('.')[-1]} models alone"
-                    )
-            # What the files do not hold (a new head) is made by chance: the same whenever a model is loaded.
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(0)
-                model, folder, absent, extra = kind.load(where, like, dtype=dtype, **more)
-            for name, parameter in model.named_parameters():
-                if not is_finite(parameter):
-                    raise TaskferryError(f"{given}: {name} holds numbers that are not finite: it is damaged")
-            return Loaded(model.eval().requires_grad_(False), given, folder, kind, frozenset(absent), extra, dtype)
-    raise TaskferryError(
-        f"{given} is not a model folder: give one with config.json (Hugging Face, timm) or open_clip_config.json, a "
-        "hub id, or openclip:NAME:CHECKPOINT"
-    )
+    kind = next((each for each in _FORMATS if each.owns(where)), None)
+    if kind is None:
+        raise TaskferryError(
+            f"{given} is not a model folder: give one with config.json (Hugging Face, timm) or open_clip_config.json, "
+            "a hub id, or openclip:NAME:CHECKPOINT"
+        )
+    # What the files do not hold (a new head) is made by chance: the same whenever a model is loaded.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        if kind is huggingface and image_size is None:
+            model, folder, absent, extra = kind.load(where, like, dtype, architecture)
+        elif kind is timm and architecture is None:
+            model, folder, absent, extra = kind.load(where, like, dtype, image_size)
+        elif architecture is None and image_size is None:
+            model, folder, absent, extra = kind.load(where, like, dtype)
+        else:
+            raise TaskferryError(f"{given}: architecture is for Hugging Face models alone, image_size for timm models")
+    for name, parameter in model.named_parameters():
+        if not is_finite(parameter):
+            raise TaskferryError(f"{given}: {name} holds numbers that are not finite: it is damaged")
+    return Loaded(model.eval().requires_grad_(False), given, folder, kind, frozenset(absent), extra, dtype)
 
 
 def resolve(given: str) -> str:
-    """A path that exists, an openclip: name, or the local folder of a hub id."""
+    """Find what a name stands for: a path that exists, an openclip: name, or the local folder of a hub id."""
     if given.startswith("openclip:") or Path(given).exists():
         return given
     if _HUB_ID.fullmatch(given) and not given.startswith((".", "/")):
@@ -89,7 +92,7 @@ def resolve(given: str) -> str:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a fine-tune changed, and the adapter that it came as, if it did."""
+    """A fine-tune: its change of the base, and the adapter that it came as, if it did."""
 
     tau: TaskVector
     adapter: Adapter | None = None
@@ -99,13 +102,14 @@ class Tuned:
 
     @property
     def beside(self) -> dict[str, str]:
-        """What makes it another model than base + τ, and why that is not in τ."""
+        """Parts that make it another model than base + τ, and why they are not in τ."""
         return {name: why for name, why in self.ignored.items() if name not in self.unread}
 
     def add_to(self, model: nn.Module, scale: float = 1.0) -> dict[str, str]:
-        """Change a base model; a head that was saved beside an adapter is put in its place, all of it or nothing.
+        """Change a base model, and put a head that was saved beside an adapter in its place, all of it or nothing.
 
-        What is left, and why.
+        Returns:
+            What is left, and why.
         """
         self.tau.add_to(model, scale=scale)
         saved, own = {} if self.adapter is None else self.adapter.saved, dict(model.named_parameters())
@@ -117,7 +121,7 @@ class Tuned:
 
 
 def by_reason(left: Mapping[str, str], what: str = "did not move") -> list[str]:
-    """What is left of a fine-tune: a line for each reason, with the first names."""
+    """List what is left of a fine-tune: a line for each reason, with the first names."""
     lines = []
     for reason in dict.fromkeys(left.values()):
         names = [name for name, why in left.items() if why == reason]
@@ -126,16 +130,8 @@ def by_reason(left: Mapping[str, str], what: str = "did not move") -> list[str]:
     return lines
 
 
-def load_pair(source: str, target: str, devices: tuple[str, str], dtype: str = "float32") -> tuple[Loaded, Loaded]:
-    """Both models of a job, on their devices."""
-    pair = load_model(source, dtype=dtype), load_model(target, dtype=dtype)
-    for loaded, device in zip(pair, devices, strict=True):
-        to_device(loaded, device)
-    return pair
-
-
 def load_tuned(given: str | Path, base: Loaded) -> Tuned:
-    """τ of a tuned model, a PEFT LoRA adapter, a state file or a saved task vector, on the given base.
+    """Read the change of a tuned model, a PEFT adapter, a state file or a saved task vector, on the given base.
 
     The first two are a folder or a hub id: only what the hub gives says which.
     """
@@ -148,7 +144,7 @@ def load_tuned(given: str | Path, base: Loaded) -> Tuned:
     if path.is_file():
         if path.suffix == ".safetensors" and is_task_vector(path):
             return Tuned(TaskVector.load(path), given=given)
-        if is_state_file(path):
+        if path.suffix in (".safetensors", *TORCH_FILES):
             _same_form(base, given, None)
             return _from_state(path, _stored(base))
         raise TaskferryError(f"{given} is no tuned model: a folder, a .safetensors or a .pt state file is needed")
@@ -195,19 +191,14 @@ def _same_form(base: Loaded, given: str, form: str | None) -> None:
 
 
 def _stored(base: Loaded) -> nn.Module:
-    """The base with the digits that are stored: a fine-tune changes what rounding to half precision would hide."""
+    """Get the base with the digits that are stored: a fine-tune changes what rounding to half precision would hide."""
     if base.exact:
         return base.model
     return load_model(base.given, like=base.model, image_size=base.extra.get("image_size"), dtype="auto").model
 
 
-def write_model(target: Loaded, tau: TaskVector, folder: Path) -> None:
-    """The target with τ added, in the target's own format, precision and shards."""
-    target.format.write(target, tau, folder)
-
-
 def _from_state(path: Path, base: nn.Module) -> Tuned:
-    """A state file may hold only what was trained; what it holds must fit the base."""
+    """Read a state file, which may hold only what was trained; what it holds must fit the base."""
     state = read_state(path)
     small = [name for name, tensor in state.items() if tensor.dtype.itemsize < 2 and name.endswith("weight")]
     if small:
@@ -217,8 +208,9 @@ def _from_state(path: Path, base: nn.Module) -> Tuned:
     parameters = dict(base.named_parameters())
     deltas: dict[str, Delta] = {}
     fitting = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
+    known = [n for n in fitting if n in parameters or any(alike(n, name) for name in parameters)]
     try:
-        names = match_names([n for n in fitting if _known(n, parameters)], parameters)
+        names = match_names(known, parameters)
     except TaskferryError as error:
         raise TaskferryError(f"{path}: {error}") from error
     if not names:
@@ -244,14 +236,10 @@ def _from_state(path: Path, base: nn.Module) -> Tuned:
     return Tuned(TaskVector(deltas), None, ignored, str(path), unread)
 
 
-def _known(name: str, parameters: dict[str, nn.Parameter]) -> bool:
-    return name in parameters or any(alike(name, known) for known in parameters)
-
-
 def resized(base: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Names of the base's tables of tokens that have another number of rows in `shapes`, each with the reason to stay.
+    """Find the base's tables of tokens that have another number of rows in `shapes`, each with the reason to stay.
 
-    Only these: rows of any other parameter are no tokens, and another shape there means another base.
+    Rows of any other parameter are no tokens, and another shape there means another base.
     """
     found = {}
     for side in ("get_input_embeddings", "get_output_embeddings"):

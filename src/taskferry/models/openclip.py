@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from taskferry.disk.files import read_json, write_plain_safetensors
-from taskferry.errors import TaskferryError
-from taskferry.models.loaded import Loaded, as_stored
+from taskferry.errors import TaskferryError, first_line
+from taskferry.models.loaded import Loaded, as_stored, library
 from taskferry.models.states import add_to_state, check_folder, read_state
 from taskferry.taskvector import TaskVector
 
@@ -18,17 +18,17 @@ CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
 def owns(where: str) -> bool:
-    """An openclip: name, or a folder with OpenCLIP's configuration."""
+    """Tell an openclip: name, or a folder with OpenCLIP's configuration."""
     return where.startswith("openclip:") or (Path(where) / CONFIG).is_file()
 
 
 def load(
     where: str,
     like: nn.Module | None,  # noqa: ARG001
-    dtype: str = "float32",
+    dtype: str,
 ) -> tuple[nn.Module, Path | None, set[str], dict[str, Any]]:
-    """The model, with its configuration and weights file remembered."""
-    open_clip = _import()
+    """Load the model; its configuration and weights file are remembered."""
+    open_clip = library("open_clip")
     folder = None
     try:
         if where.startswith("openclip:"):
@@ -53,8 +53,7 @@ def load(
     except TaskferryError:
         raise
     except Exception as error:  # the configuration goes into the model's constructors, which check nothing
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TaskferryError(f"{where} does not load with OpenCLIP: {reason}") from error
+        raise TaskferryError(f"{where} does not load with OpenCLIP: {first_line(error)}") from error
     lost = [key for key in missing.missing_keys if not key.endswith("attn_mask")]
     if lost:
         raise TaskferryError(f"{weights} lacks {len(lost)} parameters of {name} ({', '.join(lost[:3])} …)")
@@ -64,15 +63,15 @@ def load(
 
 
 def write(target: Loaded, tau: TaskVector, folder: Path) -> None:
-    """A folder that `open_clip.create_model("local-dir:…")` loads, in the target's precision."""
+    """Write a folder that `open_clip.create_model("local-dir:…")` loads, in the target's precision."""
     state = add_to_state(read_state(target.extra["weights"]), tau)
     write_plain_safetensors(folder / WEIGHTS, state)
     (folder / CONFIG).write_text(json.dumps(target.extra["config"], indent=2), encoding="utf-8")
 
 
 def tokenizer(loaded: Loaded) -> Any:
-    """OpenCLIP's tokenizer for this model: a function from texts to token ids."""
-    open_clip = _import()
+    """Make OpenCLIP's tokenizer for this model: a function from texts to token ids."""
+    open_clip = library("open_clip")
     text = loaded.extra["config"]["model_cfg"]["text_cfg"]
     other = [key for key in ("hf_tokenizer_name", "tokenizer_kwargs") if text.get(key)]
     if other:
@@ -84,17 +83,9 @@ def tokenizer(loaded: Loaded) -> Any:
 
 
 def image_transform(loaded: Loaded) -> Any:
-    """OpenCLIP's evaluation transform for this model."""
-    open_clip = _import()
+    """Make OpenCLIP's evaluation transform for this model."""
+    open_clip = library("open_clip")
     known = ("mean", "std", "interpolation", "resize_mode", "fill_color")
     settings = {k: v for k, v in loaded.extra["config"].get("preprocess_cfg", {}).items() if k in known}
     model: Any = loaded.model
     return open_clip.image_transform(model.visual.image_size, is_train=False, **settings)
-
-
-def _import() -> Any:
-    try:
-        import open_clip
-    except ImportError as error:
-        raise TaskferryError("open_clip is needed for this model: pip install 'taskferry[openclip]'") from error
-    return open_clip

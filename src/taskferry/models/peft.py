@@ -78,8 +78,7 @@ class Skeleton:
     @classmethod
     def from_sites(cls, parameters: Mapping[str, tuple[int, ...]], sites: Iterable[Site], prefix: str) -> Skeleton:
         """Make the skeleton of a model whose linear layers are known, as in an alignment."""
-        named = [s for s in sites if s.role != "router" and s.weight == f"{s.name.partition('#')[0]}.weight"]
-        plain = {site.weight: site.transposed for site in named}
+        plain = {s.weight: s.transposed for s in sites if s.weight == f"{s.name.partition('#')[0]}.weight"}
         linear = {weight for weight in plain if len(parameters[weight]) == 2}
         return cls(parameters, frozenset(linear), frozenset(weight for weight in linear if plain[weight]), prefix)
 
@@ -198,9 +197,9 @@ def read_adapter(folder: Path, base: Skeleton) -> Adapter:
     for module, sides in factors.items():
         if set(sides) != {"A", "B"}:
             raise TaskferryError(f"{folder}: {module} has only lora_{next(iter(sides))}: the adapter is damaged")
-        for side, factor in sides.items():
-            if not factor.is_floating_point():
-                raise TaskferryError(f"{folder}: lora_{side} of {module} is {factor.dtype}, no floating-point numbers")
+        for side, tensor in sides.items():
+            if not tensor.is_floating_point():
+                raise TaskferryError(f"{folder}: lora_{side} of {module} is {tensor.dtype}, no floating-point numbers")
         A, B = sides["A"].float(), sides["B"].float()
         # Patterns are in the adapter's own names.
         rank = _by_pattern(folder, config, "rank_pattern", module, config["r"])
@@ -235,7 +234,8 @@ def read_converted(folder: Path, base: nn.Module) -> Adapter:
 
     config = read_json(folder / CONFIG)
     kind = str(config.get("peft_type"))
-    known = peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(kind)
+    kinds: Mapping[Any, Any] = peft.PEFT_TYPE_TO_CONFIG_MAPPING
+    known = kinds.get(kind)
     if known is None:
         raise TaskferryError(f"{folder} is an adapter of type {kind[:60]}, unknown to this PEFT: {_MERGE}")
     if issubclass(known, peft.PromptLearningConfig):

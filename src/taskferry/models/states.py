@@ -26,13 +26,8 @@ LONGEST_NAME = 1000
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 
 
-def is_state_file(path: Path) -> bool:
-    """Whether this is a file that `read_state` reads."""
-    return path.is_file() and path.suffix in (".safetensors", *TORCH_FILES)
-
-
 def read_state(path: Path) -> dict[str, Tensor]:
-    """Parameter name -> tensor, out of the wrappings that training scripts put around it."""
+    """Read parameters by name, out of the wrappings that training scripts put around them."""
     if not path.is_file():
         raise TaskferryError(f"{path} does not exist")
     if path.suffix == ".safetensors":
@@ -62,7 +57,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 
 def _check_zip(path: Path) -> None:
-    """torch stores its records as they are: a compressed one could grow to anything in memory."""
+    """Refuse compressed records, which could grow to anything in memory: torch stores its own as they are."""
     try:
         if not zipfile.is_zipfile(path):
             return
@@ -75,7 +70,7 @@ def _check_zip(path: Path) -> None:
 
 
 def _checked(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names that can be shown, and tensors that are as large as the file says."""
+    """Refuse names that cannot be shown, and tensors that are not as large as the file says."""
     for name, tensor in tensors.items():
         if not name.isprintable() or len(name) > LONGEST_NAME:
             raise TaskferryError(f"{path} holds a tensor called {name[:60]!r}: no model calls a parameter so")
@@ -88,7 +83,7 @@ def _checked(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def add_to_state(state: dict[str, Tensor], tau: TaskVector) -> dict[str, Tensor]:
-    """State + τ, each tensor in its own precision."""
+    """Add τ to a state, each tensor in its own precision."""
     names = match_names(tau.deltas, state)
     changed = dict(state)
     for name, delta in tau.deltas.items():
@@ -108,7 +103,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read_index(path: Path) -> dict[str, Path]:
-    """Tensor name -> file, from an index of shards; every file is in the folder of the index."""
+    """Read the file of every tensor from an index of shards; every file is in the folder of the index."""
     shards = read_json(path).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(file, str) for file in shards.values()):
         raise TaskferryError(f"{path} is no index of shards: it needs a weight_map of tensor names to file names")
@@ -125,7 +120,7 @@ def read_index(path: Path) -> dict[str, Path]:
 
 
 def check_inside(folder: Path, path: Path) -> None:
-    """A file of the folder itself, or of the hub's cache, whose snapshots are links to the blobs beside them."""
+    """Refuse a file outside of the folder, or of the hub's cache, whose snapshots are links to blobs beside them."""
     try:
         home, real = folder.resolve(), path.resolve(strict=True)
     except (OSError, RuntimeError) as error:
@@ -136,7 +131,7 @@ def check_inside(folder: Path, path: Path) -> None:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file, from the index or from the safetensors files themselves."""
+    """Find the file of every tensor, by the index or in the safetensors files themselves."""
     index = folder / INDEX
     if index.is_file():
         return read_index(index)

@@ -20,7 +20,7 @@ from taskferry.engines.lazy import LazyModel
 from taskferry.errors import TaskferryError
 from taskferry.integrations.hub import hub_id
 from taskferry.layers.discovery import block_paths, find_sites
-from taskferry.models import Adapter, Loaded, Skeleton, load_model, read_adapter, write_adapter, write_model
+from taskferry.models import Adapter, Loaded, Skeleton, load_model, read_adapter, write_adapter
 from taskferry.models.lowrank import compress
 from taskferry.taskvector import Delta, LowRank, TaskVector, as_dense, match_names
 
@@ -70,7 +70,7 @@ def write_form(
     elif form == "task-vector":
         change.save(folder / TASK_VECTOR)
     elif isinstance(target, Loaded):
-        write_model(target, change, folder)
+        target.format.write(target, change, folder)
     elif isinstance(target, LazyModel):
         blocks = list(block_paths(find_sites(target.model)).values())
         target.write(change, folder, [*map(target.under, blocks), target.outside(blocks)])
