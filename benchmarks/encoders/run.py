@@ -22,11 +22,9 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--recipes", nargs="+", default=["real/text", "real/vision"])
     cells.add_options(parser)
-    options = parser.parse_args()
-    shared, texts = common.need_shared(), []
+    options, texts = parser.parse_args(), []
     for name in options.recipes[:1] if options.quick else options.recipes:
-        recipe = cells.narrowed(cells.load_recipe(name), options)
-        done = cells.run_recipe(recipe, cells.Places(shared / "models", shared / "data"), options)
+        recipe, done = cells.run_named(name, options)
         texts.append(f"{recipe.title}\n\n{tables.summary(done)}")
         print(f"{texts[-1]}\n\n{tables.scores(done)}", flush=True)
     if options.json is not None:

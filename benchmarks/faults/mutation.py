@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import random
 import struct
-from collections.abc import Callable
 from typing import Any
 
 WORDS = [
@@ -122,10 +121,6 @@ class Mutator:
             header = self.value(header)
         text = dump(header)
         return struct.pack("<Q", len(text)) + text + body
-
-    def pick(self, makers: list[Callable[[], bytes]]) -> bytes:
-        """One of several ways."""
-        return self.random.choice(makers)()
 
 
 def dump(data: Any) -> bytes:

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
+from benchmarks.language.gold import GOLD, gold
 from benchmarks.language.tasks import BATCH, LENGTH, TASKS
 from benchmarks.shared import common, tables
 from benchmarks.shared.rows import FRONTIER, ROWS, run_rows
@@ -109,7 +110,13 @@ def run_cell(
     def score(added: TaskVector) -> dict[str, float]:
         return TASKS[task].score(B, test, added)
 
-    yield from run_rows((A.model, B.model), change.tau, prepared, rows, score, found, seed)
+    ours = [row for row in rows if row in ROWS]
+    yield from run_rows((A.model, B.model), change.tau, prepared, ours, score, found, seed)
+    for row in (row for row in rows if row in GOLD and row not in found):
+        started = time.process_time()
+        learned = gold(A, B, change.tau, prepared, LORA, {**PROTOCOL, "max_steps": GOLD[row]})
+        found[row] = {"cpu": round(time.process_time() - started, 2), **score(learned)}
+        yield row
 
 
 def table(cells: dict[str, Any]) -> str:
@@ -117,7 +124,9 @@ def table(cells: dict[str, Any]) -> str:
     places: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for key, cell in cells.items():
         places.setdefault(tuple(key.split()[:6]), []).append(cell)
-    rows = [row for row in ROWS if any("score" in cell.get("rows", {}).get(row, {}) for cell in cells.values())]
+    rows = [
+        row for row in (*ROWS, *GOLD) if any("score" in cell.get("rows", {}).get(row, {}) for cell in cells.values())
+    ]
     lines = []
     for (_, task, source, target, origin, count), draws in places.items():
         teacher = ", the tuned source's answers" if origin == "teacher" else ""
@@ -157,7 +166,7 @@ def main() -> None:
     parser.add_argument("--counts", nargs="+", type=int, default=(100,))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0, help="leave out the draws before this one")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=FRONTIER, metavar="ROW")
+    parser.add_argument("--rows", nargs="+", choices=(*ROWS, *GOLD), default=[*FRONTIER, *GOLD], metavar="ROW")
     parser.add_argument("--shown", action="store_true", help="run nothing: the tables of what earlier runs finished")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -167,7 +176,7 @@ def main() -> None:
 
         options.models, options.pairs, options.tasks, options.counts = FILES, [("base-a", "base-b")], ["trec"], [24]
         options.seeds, steps, tested = 1, 4, 30
-        options.rows = ["BiCo", "natural, 1 step", "distil, 10 steps"]
+        options.rows = ["BiCo", "natural, 1 step", "distil, 10 steps", "GOLD, 10 steps"]
     folder = common.DATA / ("language-quick" if options.quick else "language")
     folder.mkdir(parents=True, exist_ok=True)
     cells = common.keep(options.json, {})

@@ -78,7 +78,6 @@ class Trouble:
 
     def __init__(self, cluster: Any, node: Any) -> None:
         self.cluster, self.node, self.events = cluster, node, []
-        self.started = time.time()
 
     def __call__(self, counts: Any, total: int, rate: float) -> None:  # noqa: ARG002
         done = sum(counts.values())

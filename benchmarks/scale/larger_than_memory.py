@@ -9,6 +9,7 @@ The transfer runs in a process of its own; a watcher kills it the moment its res
 from __future__ import annotations
 
 import json
+import random
 import resource
 import shutil
 import subprocess
@@ -52,7 +53,7 @@ RUNS = {"bico": "BiCo at scale 1", "default": "the default"}
 QUICK = (Size(1024, 2816, 16, 8), Size(1280, 3456, 24, 10))
 
 
-def tokenizer(folder: Path) -> int:
+def tokenizer(folder: Path) -> None:
     """A tokenizer of words, the same for both."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -62,7 +63,6 @@ def tokenizer(folder: Path) -> int:
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     fast.save_pretrained(folder)
-    return len(vocabulary)
 
 
 def write_model(folder: Path, size: Size, vocabulary: int, seed: int, tuned: float = 0.0) -> None:
@@ -86,12 +86,9 @@ def write_model(folder: Path, size: Size, vocabulary: int, seed: int, tuned: flo
 
 
 def write_data(path: Path, samples: int, words: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    lines = []
-    for _ in range(samples):
-        chosen = torch.randint(0, len(WORDS), (words,), generator=generator).tolist()
-        lines.append(json.dumps({"text": " ".join(WORDS[i] for i in chosen)}))
-    path.write_text("\n".join(lines) + "\n")
+    chosen = random.Random(0)
+    rows = (json.dumps({"text": " ".join(chosen.choices(WORDS, k=words))}) for _ in range(samples))
+    path.write_text("\n".join(rows) + "\n")
 
 
 def cpu_of_children() -> float:

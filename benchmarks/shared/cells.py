@@ -1,7 +1,6 @@
 """Cells of a table of classifiers: a pair of models, a task and a draw of the calibration samples, every row scored.
 
-    recipe = load_recipe("zoo/table1")
-    cells = run_recipe(recipe, Places(models, data), options)
+    recipe, cells = run_named("zoo/table1", options)
 
 A recipe is a table in benchmarks/paper/recipes with models, pairs, tasks, numbers of samples, seeds and rows
 (`rows.py`). A cell's key is "recipe task source target sampler count seed". Fine-tunes are kept in `work`; remove them
@@ -28,6 +27,7 @@ from benchmarks.paper.samplers import draw
 from benchmarks.shared import common
 from benchmarks.shared.finetune import Protocol, train
 from benchmarks.shared.rows import FRONTIER, ROWS, run_rows
+from benchmarks.zoo import zoo_data, zoo_tasks
 from taskferry import Batch, Pool, TaskferryError, TaskVector, evaluate, load_model, load_samples
 from taskferry.collect.scale import moved_by
 from taskferry.config import CalibrationSettings
@@ -264,8 +264,14 @@ def found(given: str, root: Path) -> str:
     return str(local) if local.is_dir() else given
 
 
-def run_recipe(recipe: Recipe, places: Places, options: argparse.Namespace) -> dict[str, Any]:
+def run_named(name: str, options: argparse.Namespace) -> tuple[Recipe, dict[str, Any]]:
     """Run all cells of a recipe but what the JSON file holds already; each row is kept when it is done."""
+    recipe = narrowed(load_recipe(name), options)
+    places = Places(common.SHARED / "models", common.SHARED / "data", device=options.device)
+    if name.startswith("zoo/"):
+        places = Places(zoo_data.ZOO, common.DATA / "tasks")
+        for task in recipe.tasks:
+            zoo_tasks.write(task, places.data)
     torch.set_num_threads(1)
     cells = common.keep(options.json, {})
     bench = Bench(recipe, places)
@@ -276,11 +282,12 @@ def run_recipe(recipe: Recipe, places: Places, options: argparse.Namespace) -> d
             common.keep(options.json, {key: known})
             print(key, row, known["rows"][row], flush=True)
         cells = common.keep(options.json, {key: known} if options.json else cells)
-    return {key: cell for key, cell in cells.items() if key.split()[0] == recipe.name}
+    return recipe, {key: cell for key, cell in cells.items() if key.split()[0] == recipe.name}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What narrows a recipe."""
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--pairs", nargs="+", type=lambda pair: tuple(pair.split(":")), metavar="A:B")
     parser.add_argument("--tasks", nargs="+")
     parser.add_argument("--counts", nargs="+", help="of samples; 5K is five of each class")

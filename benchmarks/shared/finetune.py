@@ -6,25 +6,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from typing import Protocol as Like
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from taskferry import Batch
-
-
-class Data(Like):
-    """Samples that are asked for by number."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: Sequence[int]) -> Batch: ...
+from taskferry import Batch, Pool
 
 
 @dataclass(frozen=True)
@@ -45,7 +36,7 @@ class Protocol:
 
 def train(
     model: nn.Module,
-    data: Data,
+    data: Pool,
     loss: Callable[[Batch], Tensor],
     protocol: Protocol,
     head: nn.Module | None = None,

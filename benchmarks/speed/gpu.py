@@ -9,7 +9,6 @@ CPU's. Nothing is downloaded. Send the row (the JSON, or the Markdown that is pr
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import platform
@@ -32,16 +31,18 @@ WIDTHS, QUICK = (1024, 1280), (128, 160)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small models: whether it runs, not how fast")
+    parser = common.parser(__doc__)
     parser.add_argument("--device", default="cuda", help="where to run")
-    parser.add_argument("--json", type=Path, help="write the row here")
     given = parser.parse_args()
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("no GPU that this torch can use: run it where torch.cuda.is_available() is true")
     row = measure(device, *((QUICK, 8) if given.quick else (WIDTHS, 32)))
-    print(common.table(["precision", "capture, solve s", "apply s", "device memory MiB", "off the CPU's"], lines(row)))
+    lines = [
+        [each["dtype"].removeprefix("torch."), f"{each['fit']:.2f}", f"{each['apply']:.2f}",
+         f"{each['memory_bytes'] / 2**20:.0f}", f"{each['off']:.2g}"] for each in row["rows"]
+    ]  # fmt: skip
+    print(common.table(["precision", "capture, solve s", "apply s", "device memory MiB", "off the CPU's"], lines))
     if given.json is not None:
         given.json.write_text(json.dumps(row, indent=1) + "\n")
 
@@ -91,13 +92,6 @@ def wait(model: nn.Module) -> None:
     device = next(model.parameters()).device
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
-
-
-def lines(row: dict[str, Any]) -> list[list[str]]:
-    return [
-        [each["dtype"].removeprefix("torch."), f"{each['fit']:.2f}", f"{each['apply']:.2f}",
-         f"{each['memory_bytes'] / 2**20:.0f}", f"{each['off']:.2g}"] for each in row["rows"]
-    ]  # fmt: skip
 
 
 if __name__ == "__main__":

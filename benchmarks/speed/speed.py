@@ -19,7 +19,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,18 +62,13 @@ def clip_pair(a: str, b: str, images: int) -> Pair:
 
     torch.manual_seed(0)
     towers = [open_clip.CLIP(**open_clip.get_model_config(name)).visual.eval() for name in (a, b)]
-    sizes = [tower.image_size[0] for tower in towers]
-    return Pair(towers[0], towers[1], _images(sizes, images), lambda m, b: head_loss(m(b.inputs["image"]), b))
-
-
-def _images(sizes: list[int], n: int, micro_batch: int = 8) -> Calibration:
     pairs = []
-    for start in range(0, n, micro_batch):
-        count = min(micro_batch, n - start)
-        ids = tuple(range(start, start + count))
-        first, second = (Batch({"image": torch.randn(count, 3, size, size)}, ids=ids) for size in sizes)
+    for start in range(0, images, 8):
+        ids = tuple(range(start, start + 8))
+        sizes = (tower.image_size[0] for tower in towers)
+        first, second = (Batch({"image": torch.randn(8, 3, size, size)}, ids=ids) for size in sizes)
         pairs.append((first, second))
-    return Calibration(pairs)
+    return Pair(towers[0], towers[1], Calibration(pairs), lambda m, b: head_loss(m(b.inputs["image"]), b))
 
 
 def head_loss(features: Tensor, batch: Batch, classes: int = 50) -> Tensor:
@@ -106,10 +102,9 @@ def llama_pair(samples: int, widths: tuple[int, int] = (2048, 3072)) -> Pair:
     torch.manual_seed(0)
     pairs = []
     for start in range(0, samples, 8):
-        count = min(8, samples - start)
-        ids = torch.randint(0, 2000, (count, 128))
+        ids = torch.randint(0, 2000, (8, 128))
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        batch = Batch(inputs, ids=tuple(range(start, start + count)))
+        batch = Batch(inputs, ids=tuple(range(start, start + 8)))
         pairs.append((batch, batch))
     return Pair(build(widths[0]), build(widths[1]), Calibration(pairs), LanguageModel())
 
@@ -138,22 +133,13 @@ def bare_passes(pair: Pair, bound: list[Callable[[Batch], Tensor]]) -> None:
                     bound[i](batch).backward()
 
 
-class _from_the_first_layer:
-    """Inside, the first linear or convolution makes the graph start at its output."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.module = next(m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d | nn.Embedding))
-
-    def __enter__(self) -> None:
-        self.handle = self.module.register_forward_hook(lambda *seen: seen[2].detach().requires_grad_())
-
-    def __exit__(self, *_: object) -> None:
-        self.handle.remove()
-
-
-def shapes(found: Sums) -> list[tuple[int, int, int]]:
-    """(rows, d_A, d_B) of every map."""
-    return [(s.rows, s.d_A, s.d_B) for s in [*found.inputs.values(), *found.outputs.values()]]
+@contextmanager
+def _from_the_first_layer(model: nn.Module) -> Iterator[None]:
+    """Inside, the graph starts at the output of the first linear layer or convolution."""
+    first = next(m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d | nn.Embedding))
+    handle = first.register_forward_hook(lambda *seen: seen[2].detach().requires_grad_())
+    yield
+    handle.remove()
 
 
 def bare_products(maps: list[tuple[int, int, int]], batches: int) -> Callable[[], None]:
@@ -220,9 +206,10 @@ def measure(
     sites, _ = pair_sites(find_sites(pair.A), find_sites(pair.B))
     sums = Sums()
     collect(sums, Side(pair.A, bound[0]), Side(pair.B, bound[1]), sites, pair.calibration, Maps())
-    maps = shapes(sums)
-    svd = _svd_seconds([*sums.inputs.values(), *sums.outputs.values()])
-    del sums
+    each = [*sums.inputs.values(), *sums.outputs.values()]
+    maps = [(one.rows, one.d_A, one.d_B) for one in each]
+    svd = _svd_seconds(each)
+    del sums, each
     tau = TaskVector({n: 1e-3 * torch.randn_like(p) for n, p in pair.A.named_parameters() if p.ndim == 2})
     times: dict[str, list[tuple[float, float]]] = {}
     products = bare_products(maps, len(pair.calibration))

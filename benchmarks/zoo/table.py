@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.shared import cells, common, tables
 from benchmarks.shared.rows import ROWS
-from benchmarks.zoo import zoo_data, zoo_tasks
 
 WORST = -1.0  # points
 
@@ -27,10 +26,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     cells.add_options(parser)
     options = parser.parse_args()
-    recipe = cells.narrowed(cells.load_recipe("zoo/frontier"), options)
-    for task in recipe.tasks:
-        zoo_tasks.write(task, common.DATA / "tasks")
-    done = cells.run_recipe(recipe, cells.Places(zoo_data.ZOO, common.DATA / "tasks"), options)
+    _, done = cells.run_named("zoo/frontier", options)
     text = tables.summary(done)
     print(f"{text}\n\n{tables.scores(done)}")
     if options.json is not None:
