@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from taskferry.config import DEFAULT_METHOD
 from taskferry.example import write_example
 from tests.helpers.command import taskferry
 from tests.helpers.pages import ROOT, blocks
@@ -63,7 +64,7 @@ def shorter(words: list[str]) -> list[str]:
     """What spares time and changes no more than the numbers."""
     if words[1] != "transfer":
         return []
-    learns = not {"--method", "--paper", "--engine", "--config"} & set(words) and not any("steps=" in w for w in words)
+    learns = DEFAULT_METHOD == "distil" and not {"--method", "--paper", "--engine", "--config"} & set(words)
     return ["--force", *(["--set", "steps=4"] if learns else [])]
 
 
