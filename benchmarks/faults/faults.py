@@ -4,8 +4,7 @@
 
 One table: fault, tries, survived, lost. Survived means: the run ended well, or was refused with a reason, or died and
 the next run ended with the bytes of an uninterrupted one; nothing half-written, nothing left over, nothing done outside
-of the output folder. Everything else is lost, is printed, and makes the exit code 1. The table goes into
-docs/reliability.md with `python benchmarks/shared/pages.py`.
+of the output folder. Everything else is lost, is printed, and makes the exit code 1.
 """
 
 from __future__ import annotations

@@ -47,6 +47,11 @@ PROTOCOL: dict[str, Any] = {
     "max_length": 2 * LENGTH, "bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no", "seed": 0,
     "gradient_checkpointing": False, "disable_tqdm": True, "logging_steps": 20, "dataset_num_proc": None,
 }  # fmt: skip
+FIRST = {  # columns of README's table: the first of these rows that a cell has
+    "moved by maps (BiCo)": ("BiCo, best scale", "BiCo"),
+    "natural, no training": ("natural, 2 steps",),
+    "**taskferry**": ("default", "distil, 40 steps"),
+}
 FACTS = {"score": "right", "begins": "begun right", "stopped": "stopped", "valid_json": "valid JSON"}
 
 
@@ -141,6 +146,28 @@ def table(cells: dict[str, Any]) -> str:
     return common.table(header, lines)
 
 
+def first_table(cells: dict[str, Any]) -> str:
+    """The table of README: a few columns, means over the draws of a hundred samples."""
+    places: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for key, cell in cells.items():
+        _, task, source, target, _, count, _ = key.split()
+        if count == "100":
+            places.setdefault((task, source, target), []).append(cell)
+    lines = []
+    for (task, source, target), draws in places.items():
+        line = [f"{TASKS[task].title}, {SHORT.get(source, source)} → {SHORT.get(target, target)}"]
+        line.append(f"{draws[0]['target']:.0f}")
+        for rows in FIRST.values():
+            each = [cell["rows"] for cell in draws]
+            row = next((row for row in rows if any("score" in found.get(row, {}) for found in each)), None)
+            run = [found[row] for found in each if row is not None and "score" in found.get(row, {})]
+            score, cost = (sum(part[f] for part in run) / max(1, len(run)) for f in ("score", "cpu"))
+            line.append(f"{score:.0f} ({cost:.0f})" if run else "")
+        line[-1] = f"**{line[-1]}**" if line[-1] else ""
+        lines.append([*line, f"{draws[0]['oracle']:.0f} ({draws[0]['oracle cpu']:.0f})"])
+    return common.table(["right answers in % (CPU-seconds)", "untouched", *FIRST, "LoRA on all data"], lines)
+
+
 def facts_table(cells: dict[str, Any]) -> str:
     """How the answers of the first draws are, and whether they end."""
     lines = []
@@ -196,6 +223,7 @@ def main() -> None:
     print(f"{short}\n\n{facts_table(cells)}\n\n{tables.summary(cells)}")
     if options.json is not None:
         options.json.with_suffix(".md").write_text(f"{short}\n")
+        options.json.with_name(f"{options.json.stem}_first.md").write_text(f"{first_table(cells)}\n")
         options.json.with_name(f"{options.json.stem}_answers.md").write_text(f"{facts_table(cells)}\n")
 
 

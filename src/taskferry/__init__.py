@@ -121,7 +121,7 @@ def transfer(
         The result: `.verdict`, `.coverage`, `.model()`, `.save(folder)`, `.report()`.
 
     Raises:
-        TaskferryError: Something in the inputs is wrong; the message says how to mend it.
+        TaskferryError: Something in the inputs is wrong; the message says how to fix it.
     """
     from taskferry.api import transfer as run
 

@@ -76,7 +76,7 @@ def transfer(
         The result, whose folder is None where the change does not help; None for a dry run.
 
     Raises:
-        TaskferryError: Something in the inputs is wrong; the message says how to mend it.
+        TaskferryError: Something in the inputs is wrong; the message says how to fix it.
     """
     reporter, started, named = reporter or Reporter(), time.perf_counter(), bool(config.source_base)
     method = find(config.method)
@@ -266,7 +266,7 @@ def fit(config: FitSettings, *, reporter: Reporter | None = None, dry_run: bool 
         dry_run: Load and estimate, and write nothing.
 
     Raises:
-        TaskferryError: Something in the inputs is wrong; the message says how to mend it.
+        TaskferryError: Something in the inputs is wrong; the message says how to fix it.
         DoesNotHelp: Maps made along a reference that no scale of them brings nearer.
     """
     reporter = reporter or Reporter()
@@ -306,7 +306,7 @@ def apply(config: ApplySettings, *, command: str = "") -> Result:
         command: As it was typed, for the record.
 
     Raises:
-        TaskferryError: Something in the inputs is wrong; the message says how to mend it.
+        TaskferryError: Something in the inputs is wrong; the message says how to fix it.
     """
     check_free(config.out)
     found = Path(resolve(config.source_tuned))

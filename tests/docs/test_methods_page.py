@@ -1,4 +1,4 @@
-"""The example of a method of one's own, and the page of methods."""
+"""The page of methods: its example, and every setting."""
 
 from __future__ import annotations
 
@@ -22,24 +22,16 @@ def test_the_example_of_an_own_method_runs() -> None:
         bico = run("bico", given)
         assert all(torch.allclose(moved.tau.deltas[n], d) for n, d in bico.tau.deltas.items())
         assert moved.provenance["method"] == "between-methods"
-        with pytest.raises(TaskferryError, match="needs both models whole in one process"):
+        with pytest.raises(TaskferryError, match="needs both models whole"):
             registry.find("between-methods").refuse("blockwise")
     finally:
         registry._METHODS.pop("between-methods")
 
 
-def test_settings_that_pages_name_are_settings_of_a_method() -> None:
-    """A page kept naming one that was gone."""
-    known = {setting for found in methods().values() for setting in found.settings}
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    named = [(p.name, word) for p in pages for word in re.findall(r"--method-settings (\w+)=", p.read_text("utf-8"))]
-    assert ("methods.md", "inputs") in named
-    assert not [each for each in named if each[1] not in known | {"name"}]
-
-
-def test_every_setting_stands_in_the_page() -> None:
-    page = (ROOT / "docs" / "methods.md").read_text()
+def test_every_method_and_setting_stands_in_the_page() -> None:
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.S | re.M))
     for name, found in methods().items():
-        assert f"## {name}" in page
+        assert f"| `{name}` |" in page
         for setting in found.settings:
-            assert f"`{setting}`" in page, (name, setting)
+            assert f"`{setting}`" in sections[name], (name, setting)
