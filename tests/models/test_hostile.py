@@ -22,8 +22,7 @@ from taskferry import Alignment, TaskVector
 from taskferry.alignment import FORMAT as ALIGNMENT
 from taskferry.cli.terminal import plain
 from taskferry.config import TransferSettings, load_settings, read_yaml
-from taskferry.data.bounds import MOST_LINE
-from taskferry.data.data import load_samples, picture
+from taskferry.data.samples import load_samples, picture
 from taskferry.disk.files import HEADER, write_safetensors
 from taskferry.errors import TaskferryError
 from taskferry.models import read_adapter
@@ -398,25 +397,20 @@ def test_data_that_names_files_elsewhere(tmp_path: Path) -> None:
     assert picture(load_samples(str(folder / "data.jsonl")).rows[0]).size == (4, 4)
 
 
-def test_lines_that_have_no_end(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    path = tmp_path / "long.jsonl"
-    with open(path, "wb") as file:
-        file.write(b'{"text": "short", "label": 0}\n{"text": "')
-        for _ in range(100):
-            file.write(b"x" * 2**20)
-        file.write(b'", "label": 1}\n')
-    with pytest.raises(TaskferryError, match=f"line 2 is longer than {MOST_LINE // 2**20} MiB"):
-        load_samples(str(path))
-    for content in ("[" * 100_000, '{"a":' * 100_000, '{"text": "[[[[", "label": ' + "[" * 70 + "]" * 70 + "}"):
+def test_json_that_nests_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "deep.jsonl"
+    for content in ("[" * 100_000, '{"a":' * 100_000):
         path.write_text(content)
-        with pytest.raises(TaskferryError, match="nests more than"):
+        with pytest.raises(TaskferryError, match="nests too many lists"):
             load_samples(str(path))
     rows = [{"text": "[" * 100 + '"' + "{" * 100 + "\\", "label": i % 2} for i in range(4)]  # brackets in a text
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert load_samples(str(path)).rows[0]["text"] == rows[0]["text"]
     (tmp_path / "list.json").write_text(json.dumps(rows))
     assert len(load_samples(str(tmp_path / "list.json"))) == 4
+    path.write_text('{"text": "a", "label": [[[[]]]]}\n' * 2)
+    with pytest.raises(TaskferryError, match="lists or objects"):
+        load_samples(str(path))
 
 
 def test_parquet_that_decodes_to_terabytes(tmp_path: Path) -> None:
