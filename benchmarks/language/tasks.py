@@ -17,9 +17,9 @@ from typing import Any
 from benchmarks.shared import common
 from taskferry import LanguageModel, Pool, TaskVector, evaluate, load_samples
 from taskferry.collect.scale import moved_by
-from taskferry.data.data import Samples
 from taskferry.data.forms import Kind
 from taskferry.data.language import segments_of
+from taskferry.data.samples import Samples
 from taskferry.models import Loaded
 from taskferry.objectives.answers import answers_of
 

@@ -39,8 +39,7 @@ from taskferry.collect.maps import Maps, Sums
 from taskferry.layers.discovery import find_sites
 from taskferry.layers.pairing import pair_sites
 from taskferry.linalg.sums import CrossCovariance
-from taskferry.objectives.defaults import as_objective
-from taskferry.objectives.objectives import LanguageModel
+from taskferry.objectives.objectives import LanguageModel, both_objectives
 
 BOUNDS = {"capture": 1.15, "solve": 0.5, "apply": 1.1, "end to end": 1.2, "memory": 1.15}
 LOOSE = 1.5  # times the bounds, with --quick
@@ -120,8 +119,9 @@ QUICK: dict[str, Callable[[], Pair]] = {"Llama 512 → 768, two blocks": lambda:
 
 def losses(pair: Pair) -> list[Callable[[Batch], Tensor]]:
     """The loss of each model, bound once."""
-    objective = as_objective(pair.objective)
-    return [objective.bind(model, pair.calibration.side(i)) for i, model in enumerate((pair.A, pair.B))]
+    models = pair.A, pair.B
+    objectives = both_objectives(pair.objective, *models, pair.calibration)
+    return [objectives[i].bind(models[i], pair.calibration.side(i)) for i in (0, 1)]
 
 
 def bare_passes(pair: Pair, bound: list[Callable[[Batch], Tensor]]) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from taskferry.alignment import Alignment
     from taskferry.coverage import Coverage
     from taskferry.data import Batch, Calibration, image_calibration, text_calibration
-    from taskferry.data.data import load_samples
+    from taskferry.data.samples import load_samples
     from taskferry.engines.whole import fit
     from taskferry.errors import TaskferryError
     from taskferry.evaluation import Pool, evaluate
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         Head,
         LanguageModel,
         LinearProbe,
-        NewHead,
         Objective,
         Prototypes,
         ZeroShot,
@@ -36,12 +35,11 @@ if TYPE_CHECKING:
     )
     from taskferry.output.record import Result
     from taskferry.taskvector import LowRank, TaskVector
-    from taskferry.training import FineTuning, finetune
 
 _WHERE = {
     "alignment": ("Alignment",),
     "data": ("Batch", "Calibration", "image_calibration", "text_calibration"),
-    "data.data": ("load_samples",),
+    "data.samples": ("load_samples",),
     "models": ("load_model", "load_tuned"),
     "coverage": ("Coverage",),
     "engines.whole": ("fit",),
@@ -51,7 +49,6 @@ _WHERE = {
         "Head",
         "LanguageModel",
         "LinearProbe",
-        "NewHead",
         "Objective",
         "Prototypes",
         "ZeroShot",
@@ -59,7 +56,6 @@ _WHERE = {
     ),
     "output.record": ("Result",),
     "taskvector": ("LowRank", "TaskVector"),
-    "training": ("FineTuning", "finetune"),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 
@@ -68,12 +64,10 @@ __all__ = [
     "Batch",
     "Calibration",
     "Coverage",
-    "FineTuning",
     "Head",
     "LanguageModel",
     "LinearProbe",
     "LowRank",
-    "NewHead",
     "Objective",
     "Pool",
     "Prototypes",
@@ -83,7 +77,6 @@ __all__ = [
     "ZeroShot",
     "__version__",
     "evaluate",
-    "finetune",
     "fit",
     "image_calibration",
     "load_model",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from string import Formatter
 from typing import Literal
 
-Sampler = Literal["random", "class-balanced", "centroid-near", "centroid-far", "half-class", "single-class"]
+Sampler = Literal["random", "class-balanced"]
 LabelSource = Literal["auto", "data", "teacher"]
 WRITTEN = "calibration.jsonl"  # in an output folder: the samples, where they were generated
 TEMPLATE = "chat_template.jinja"  # beside an output: the source's, where the target has none
 GENERATE = "generate"  # in place of calibration data: the tuned source writes the samples
 FREE, OWN = "none", "own"  # what they begin with: nothing, or a prompt that it makes up
-ObjectiveName = Literal["auto", "prototypes", "probe", "cross-probe", "head", "zero-shot", "language"]
+ObjectiveName = Literal["auto", "prototypes", "probe", "head", "zero-shot", "language"]
 RankPolicy = Literal["range", "full"]
 
 DEFAULT_TOLERANCE = 1e-6  # smallest singular value kept, relative to the largest

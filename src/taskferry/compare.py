@@ -18,10 +18,8 @@ from typing import Any, Literal
 
 from taskferry.collect.scale import moved_by
 from taskferry.config import CompareSettings
-from taskferry.data import data
-from taskferry.data.data import load_samples
 from taskferry.data.language import segments_of
-from taskferry.data.samplers import choose
+from taskferry.data.samples import choose, held_out_split, load_samples
 from taskferry.disk.files import as_json
 from taskferry.disk.staging import check_free
 from taskferry.errors import TaskferryError
@@ -91,7 +89,7 @@ def compare(settings: CompareSettings, tell: Callable[[str, float], None] | None
     tuned = load_tuned(settings.source_tuned, source)
     column = settings.label_column
     classes = load_samples(settings.calibration, label_column=column).classes
-    test = load_samples(settings.test, label_column=column, classes=classes, split=data.held_out(settings.test))
+    test = load_samples(settings.test, label_column=column, classes=classes, split=held_out_split(settings.test))
     test = test.take(sorted(choose(len(test), settings.test_samples)))
     batches = Pool(test, target, max_length=settings.max_length).batches(range(len(test)), settings.micro_batch)
     asked = [segments_of(row) for row in test.rows] if test.kind in ("prompt", "messages") else []

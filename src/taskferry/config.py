@@ -262,7 +262,7 @@ class EvaluateSettings(PlaceSettings):
     command: ClassVar[str] = "evaluate"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "What to score": ("model", "add", "scale", "test", "test_samples", "shots", "label_column"),
-        "How": ("objective", "templates", "max_length", "micro_batch", "quick", "card", "device", "dtype"),
+        "How": ("objective", "templates", "max_length", "micro_batch", "quick", "device", "dtype"),
     }
 
     model: str = Field(description="a model folder or hub id")
@@ -277,23 +277,12 @@ class EvaluateSettings(PlaceSettings):
     max_length: int = Field(128, ge=2, description="longest text in tokens; longer ones are cut")
     micro_batch: int = MICRO_BATCH
     quick: bool = Field(False, description="one pass in place of generating: the likeliest token at each place")
-    card: Path | None = Field(None, description="an output folder whose model card takes the score")
 
     @model_validator(mode="after")
     def _of_one(self) -> EvaluateSettings:
-        """What is scored is what is added, or the model; a card takes the score of its own folder alone."""
-        wrong = []
+        """A scale multiplies what is added."""
         if self.add is None and self.scale != 1:
-            wrong.append("scale multiplies what is added: give --add, or leave --scale out")
-        if self.card is not None:
-            scored = Path(self.model if self.add is None else self.add).resolve()
-            if self.card.resolve() not in (scored, scored.parent if scored.is_file() else scored) or self.scale != 1:
-                wrong.append(
-                    f"card {self.card} would take the score of something else: give it the folder that is scored "
-                    f"({self.model if self.add is None else self.add}), at scale 1"
-                )
-        if wrong:
-            raise ValueError("; ".join(wrong))
+            raise ValueError("scale multiplies what is added: give --add, or leave --scale out")
         return self
 
 

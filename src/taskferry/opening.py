@@ -17,7 +17,7 @@ import torch
 from taskferry.choices import TEMPLATE, WRITTEN, is_language_class
 from taskferry.config import FitSettings, TransferSettings
 from taskferry.data.batch import Calibration
-from taskferry.data.data import Samples, load_samples
+from taskferry.data.samples import Samples, load_samples
 from taskferry.disk.files import read_json
 from taskferry.disk.inputs import Inputs
 from taskferry.disk.staging import finished_groups, scratch_beside
@@ -201,8 +201,8 @@ def _in_memory(
 
 
 def _split(config: Both, calibration: Calibration) -> tuple[Calibration, Calibration | None]:
-    """Samples that make the change, and others that choose its scale; all make it where the scale is given."""
-    if isinstance(config, TransferSettings) and config.scale == "auto":
+    """Samples that make the change, and others that judge it; all make it where nothing is judged."""
+    if isinstance(config, TransferSettings) and (config.scale == "auto" or config.refine):
         return calibration.split(config.seed)
     return calibration, None
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from taskferry import TaskferryError
-from taskferry.data.data import load_samples
 from taskferry.data.forms import unified
 from taskferry.data.language import segments_of
+from taskferry.data.samples import load_samples
 from tests.helpers import folders
 from tests.helpers.command import taskferry
 from tests.helpers.texts import SECOND, TEXTS
@@ -35,16 +35,8 @@ CHAT = {
     "trl-mixed": lambda a, b: {"prompt": [user(a)], "completion": b},
     "sharegpt": lambda a, b: {"conversations": [{"from": "human", "value": a}, {"from": "gpt", "value": b}]},
     "sharegpt-roles": lambda a, b: {"conversations": [user(a), assistant(b)]},
-    "preference": lambda a, b: {"prompt": [user(a)], "chosen": [assistant(b)], "rejected": [assistant("no")]},
-    "preference-whole": lambda a, b: {"chosen": [user(a), assistant(b)], "rejected": [user(a), assistant("no")]},
-    "preference-repeated": lambda a, b: {"prompt": a, "chosen": [user(a), assistant(b)],
-                                         "rejected": [user(a), assistant("no")]},
-}  # fmt: skip
-PROMPT = {
-    "preference-text": lambda a, b: {"prompt": a, "chosen": " " + b, "rejected": " ."},
-    "preference-common": lambda a, b: {"chosen": f"{a} {b}", "rejected": f"{a} ."},
-    "unpaired": lambda a, b: {"prompt": a, "completion": " " + b, "label": True},
 }
+PROMPT = {"unpaired": lambda a, b: {"prompt": a, "completion": " " + b, "label": True}}
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +118,8 @@ def test_broken_conversations_are_named(world: Path, tmp_path: Path) -> None:
     assert "bad.jsonl, row 1: conversations need a speaker and a text each" in ran.err
     with pytest.raises(TaskferryError, match="has the columns words: rename words to text"):
         load_samples(str(written(tmp_path / "none.jsonl", [{"words": "a"}] * 3)))
+    with pytest.raises(TaskferryError, match="rename chosen to completion"):
+        load_samples([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 3)
 
 
 def test_a_picture_with_words_is_a_chat_with_a_place_for_it() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from taskferry import TaskferryError, load_model, load_samples, load_tuned
 from taskferry.config import CalibrationSettings
-from taskferry.data.data import Samples
+from taskferry.data.samples import Samples
 from taskferry.engines.whole import WholePair
 from taskferry.objectives.heads import order_of, own_head
 from taskferry.objectives.preparation import Prepared, prepare

@@ -14,12 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from taskferry import Batch, Calibration, TaskferryError, load_model, load_samples
-from taskferry.collect.capture import Side
+from taskferry.collect.capture import Side, watch
 from taskferry.data.builders import evenly, pair_calibration
 from taskferry.layers import family_of
 from taskferry.layers.discovery import find_sites
-from taskferry.objectives.contrastive import Contrastive
-from taskferry.objectives.defaults import default_objective
+from taskferry.objectives.objectives import Contrastive, default_objective
 from tests.helpers import folders
 from tests.helpers.command import Ran, taskferry
 from tests.helpers.tiny import relative
@@ -61,7 +60,7 @@ def plainly(folder: Path, texts: int, size: int, order: Sequence[int] = range(le
     """Loss and right answers, summed over micro-batches: what MultipleNegativesRankingLoss computes."""
     loaded = load_model(str(folder))
     loss, right = torch.zeros(()), torch.zeros(())
-    for part in evenly(len(ROWS), size):
+    for part in evenly(len(order), size):
         embedded = []
         for column in range(texts):
             given = loaded.tokenizer()([ROWS[order[i]][column] for i in part], padding=True, return_tensors="pt")
@@ -99,11 +98,12 @@ def test_recorded_gradients_are_those_of_the_plain_loss(texts: int, world: Path)
     loss = Contrastive().bind(loaded.model, calibration.side(0))
     for batch in calibration.side(0):
         side = Side(loaded.model, loss)
-        side.run(
-            batch, sites, lambda call, x, _: inputs.update({call.site.name: x}),
+        value = watch(
+            side, batch, sites, lambda call, x, _: inputs.update({call.site.name: x}),
             lambda call, g: found[call.site.name].add_(torch.einsum("nlo,nli->oi", g, inputs[call.site.name])),
-            family_of(loaded.model).layouts(loaded.model, batch), backward=True,
+            family_of(loaded.model).layouts(loaded.model, batch),
         )  # fmt: skip
+        value.backward()
     import transformers
 
     plain = transformers.AutoModel.from_pretrained(world / "b")
@@ -149,6 +149,9 @@ def test_both_engines_move_and_measure_the_same(form: str, world: Path, tmp_path
 
 def test_the_scale_is_chosen_on_pairs(world: Path, tmp_path: Path) -> None:
     record = moved(world, tmp_path / "out", "--set", "micro_batch=5", "--json", code=None).json
+    with torch.no_grad():
+        loss, _ = plainly(world / "b", 2, 4, record["calibration"]["indices"][-4:])  # those held out
+    assert record["scale_curve"][0] == [0.0, pytest.approx(float(loss) / 4, rel=1e-4)]
     assert len(record["scale_curve"]) > 4
     assert record["verdict"]["loss_unit"] == "per sample"
     plan = moved(world, tmp_path / "other", "--dry-run").out
@@ -163,9 +166,9 @@ def test_micro_batches_of_pairs_stay_whole() -> None:
 
     assert len(batch(3, 4)) == 4
     assert batch(3, 4).take([2, 0]).inputs["x"].flatten().tolist() == [10, 11, 6, 7]
-    fit, held_out = Calibration((batch(s, 4), batch(s, 4)) for s in (0, 4, 8, 12, 16)).split()
-    assert [A.ids for A, _ in fit] == [tuple(range(s, s + 4)) for s in (0, 4, 8, 12)]
-    assert [A.ids for A, _ in held_out] == [(16, 17, 18, 19)]  # candidates of each other stay together
+    fit, held_out = Calibration((batch(s, 4), batch(s, 4)) for s in (0, 4, 8)).split(share=1 / 3)
+    assert [A.ids for A, _ in fit] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [A.ids for A, _ in held_out] == [(8, 9, 10, 11)]
     assert [len(part) for part in evenly(17, 16)] == [8, 9]
     assert [len(part) for part in evenly(5, 2)] == [2, 3]
     assert evenly(3, 1) == [range(0, 1), range(1, 2), range(2, 3)]
@@ -187,7 +190,7 @@ def test_what_pairs_cannot_do_is_said(world: Path, tmp_path: Path) -> None:
         (("--set", "objective=probe"), "the objective 'probe' scores classes, the samples are pairs of texts"),
         (("--labels", "teacher"), "pairs of texts have no labels that a teacher could give"),
         (("--set", "micro_batch=1"), "it needs two pairs at least"),
-        (("--set", "sampler=class-balanced"), "needs labels: use --sampler random"),
+        (("--set", "sampler=class-balanced"), "need labels: use --sampler random"),
     ):
         assert told in " ".join(moved(world, out, *more, code=2).err.split())
     ran = taskferry("evaluate", world / "causal", "--test", world / "pairs.jsonl", code=2)

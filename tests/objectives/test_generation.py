@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from taskferry.config import FitSettings
-from taskferry.data.data import load_samples
+from taskferry.data.samples import load_samples
 from taskferry.errors import TaskferryError
 from taskferry.models import Loaded, Tuned, load_model, load_tuned
 from taskferry.objectives import generation
@@ -179,17 +179,14 @@ def test_an_encoder_decoder_answers_prompts(tmp_path: Path) -> None:
         drawn(models)
 
 
-def test_a_trial_draws_one_batch_and_says_what_all_would_take(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_draws_one_batch(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers: list[int] = []
     real = generation.Author.rows
     monkeypatch.setattr(generation.Author, "rows", lambda self, n: numbers.append(n) or real(self, n))
     given = {"source_base": "a", "target_base": "b", "source_tuned": "lora", "samples": 100, "max_length": 24}
-    settings = FitSettings(calibration="generate", out=Path("unused"), **given)
-    few = draw(settings, *models, trial=True)
+    few = draw(FitSettings(calibration="generate", out=Path("unused"), **given), *models, trial=True)
     assert numbers == [0]
     assert len(few.samples) == 100
-    assert few.seconds is not None
-    assert few.seconds > 0
     assert few.samples.rows[:5] == drawn(models).samples.rows
 
 

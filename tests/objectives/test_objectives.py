@@ -17,8 +17,7 @@ from taskferry import (
     fit,
     teacher_labels,
 )
-from taskferry.objectives.defaults import default_objective
-from taskferry.objectives.objectives import calibration_features, fit_probe
+from taskferry.objectives.objectives import calibration_features, default_objective, fit_probe
 from tests.helpers.tiny import TINY, VOCABULARY
 
 

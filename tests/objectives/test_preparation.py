@@ -121,10 +121,10 @@ def test_texts_of_one_length_share_a_micro_batch(tmp_path: Path, kind: str) -> N
     settings = CalibrationSettings(calibration=str(tmp_path / "data.jsonl"), samples=6, micro_batch=2)
     prepared = preparation.prepare(settings, loaded, loaded, None)
     assert prepared.indices == (1, 3, 5, 2, 4, 0)
-    lengths = [int(n) for batch in prepared.shots(1) for n in batch.inputs["attention_mask"].sum(1)]
+    lengths = [int(n) for batch in prepared.calibration.side(1) for n in batch.inputs["attention_mask"].sum(1)]
     assert lengths == sorted(lengths)
     assert len(set(lengths)) == 6
-    widths = [batch.inputs["input_ids"].shape[1] for batch in prepared.shots(1)]
+    widths = [batch.inputs["input_ids"].shape[1] for batch in prepared.calibration.side(1)]
     assert widths == lengths[1::2]
 
 

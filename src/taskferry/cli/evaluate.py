@@ -28,9 +28,6 @@ def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as
     with waiting(silent):
         settings = load_settings(EvaluateSettings, config, given)
         from taskferry.evaluation.command import evaluate_command
-        from taskferry.integrations.hub import add_score, read_card
-    if settings.card is not None:
-        read_card(settings.card)  # before the work
     with waiting(silent, f"loading {settings.model} and {settings.test}") as done:
         bar = Bar("scoring")
 
@@ -39,12 +36,6 @@ def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as
             bar(*steps)
 
         score, head, left = evaluate_command(settings, None if silent else tell)
-    if settings.card is not None:
-        metric = "loss" if score.accuracy is None else "accuracy"
-        value = score.value
-        if score.stopped is not None and score.exact is not None:
-            metric, value = "exact_match", score.exact
-        add_score(settings.card, data=settings.test, metric=metric, value=value, samples=score.samples, how=head)
     if as_json:
         print_json({**asdict(score), "head": head, "warnings": left})
     if silent:
@@ -69,7 +60,6 @@ def _answers(console: Console, score: Score) -> None:
     console.print(f"[bold]exact answers[/]  {score.exact:.2f} %   [dim]{how}[/]")
     more = {
         "begins right": (score.begins, "the wanted one of the few in the data, however it goes on"),
-        "right answers": (score.right, "the likeliest of those in the data, not generated"),
         "valid JSON": (score.valid_json, "whatever it says"),
         "stopped": (score.stopped, "ended by the model itself"),
     }

@@ -72,11 +72,6 @@ class Batch:
         following = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], 1)
         return following if mask is None else following.masked_fill(mask.to(labels.device) == 0, IGNORED)
 
-    @property
-    def predicting(self) -> Tensor:
-        """[n, L] the tokens of a causal model's text that predict a token which counts."""
-        return self.following != IGNORED
-
     def filled(self, length: int) -> Tensor:
         """[n] the samples of which a text has exactly so many tokens."""
         mask, answer = self.inputs.get("attention_mask"), self.inputs.get("labels")

@@ -1,13 +1,12 @@
-"""The forms in which people keep samples, each brought to one of six.
+"""The forms in which people keep samples, each brought to one of six kinds.
 
-Image, pictured (an image with a prompt or messages), messages, prompt with completion, pairs (or triplets), text.
+Image, pictured (a chat about one image), messages, prompt with completion, pairs (or triplets), text.
 
     >>> kind, rows = unified([{"instruction": "Add.", "input": "2 and 2", "output": "4"}])
     >>> kind, rows[0]["completion"]
     ('prompt', '4')
 
-`pictured` is a chat about an image. Chats and pairs as trl writes them, ShareGPT's conversations and Alpaca's
-instructions are those of docs/commands.md.
+Chats and pairs as trl writes them, ShareGPT's conversations and Alpaca's instructions are those of docs/commands.md.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from taskferry.data.pictured import is_pictured, pictured
 from taskferry.errors import TaskferryError
 
 Kind = Literal["image", "messages", "pictured", "prompt", "pairs", "text"]
@@ -24,11 +22,13 @@ Row = dict[str, Any]
 _NEGATIVE = re.compile(r"negative(?:_\d{1,4})?")
 
 _OTHER_NAMES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("prompt", "chosen"), ("prompt", "completion")),
     (("question", "answer"), ("prompt", "completion")),
     (("input", "output"), ("prompt", "completion")),
     (("input", "target"), ("prompt", "completion")),
     (("query", "response"), ("prompt", "completion")),
     (("instruction", "response"), ("prompt", "completion")),
+    (("chosen",), ("messages",)),
     (("premise", "hypothesis"), ("text", "text_pair")),
     (("sentence1", "sentence2"), ("text", "text_pair")),
     (("sentence", "review", "content", "words", "body"), ("text",)),
@@ -41,18 +41,23 @@ _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing"
 def unified(rows: Sequence[Row], given: str = "the data") -> tuple[Kind | None, list[Row]]:
     """What the columns say the rows are, and the rows with the columns of that kind; None where they say nothing."""
     columns = rows[0].keys() if rows else ()
-    if is_pictured(rows):
-        return "pictured", [pictured(row, f"{given}, row {i}") for i, row in enumerate(rows, 1)]
+    numbered = [(f"{given}, row {i}", row) for i, row in enumerate(rows, 1)]
+    shown = any(part.get("type") == "image" for row in rows for part in _parts(row.get("messages")))
+    asked = "messages" in columns or ("prompt" in columns and "completion" in columns)
+    if shown or (asked and ("image" in columns or "images" in columns)):
+        return "pictured", [_pictured(row, where) for where, row in numbered]
     if "image" in columns:
         return "image", list(rows)
     if "messages" in columns:
         return "messages", list(rows)
     if "conversations" in columns:
-        return "messages", [
-            {**row, "messages": _conversation(row, f"{given}, row {i}")} for i, row in enumerate(rows, 1)
-        ]
-    if "prompt" in columns or "chosen" in columns:
-        return _asked(rows)
+        return "messages", [{**row, "messages": _conversation(row, where)} for where, row in numbered]
+    if "prompt" in columns and "chosen" not in columns:
+        # An unpaired preference says of each completion whether it is wanted; nothing is to be learnt from the others.
+        rows = [row for row in rows if not (row.get("label") is False and row.get("completion") is not None)]
+        if any(isinstance(row.get(name), list) for row in rows for name in ("prompt", "completion")):
+            return "messages", [{**row, "messages": _chat(row)} for row in rows]
+        return "prompt", list(rows)
     if "instruction" in columns and "output" in columns:
         return "prompt", [{**row, "prompt": _instruction(row), "completion": row["output"]} for row in rows]
     if "text" in columns:
@@ -60,7 +65,8 @@ def unified(rows: Sequence[Row], given: str = "the data") -> tuple[Kind | None, 
     pair = next((names for names in _PAIRS if all(name in columns for name in names)), None)
     if pair is None:
         return None, list(rows)
-    return "pairs", _compared(rows, [*pair, *sorted(filter(_NEGATIVE.fullmatch, columns), key=_number)], given)
+    negatives = sorted(filter(_NEGATIVE.fullmatch, columns), key=lambda name: int(name.partition("_")[2] or -1))
+    return "pairs", [_texts(row, [*pair, *negatives], where) for where, row in numbered]
 
 
 def renaming(columns: Sequence[str]) -> str:
@@ -68,11 +74,20 @@ def renaming(columns: Sequence[str]) -> str:
     for names, wanted in _OTHER_NAMES:
         found = [name for name in names if name in columns]
         if len(found) == len(wanted):
-            return " and ".join(f"rename {old} to {new}" for old, new in zip(found, wanted, strict=True))
+            pairs = [(old, new) for old, new in zip(found, wanted, strict=True) if old != new]
+            return " and ".join(f"rename {old} to {new}" for old, new in pairs)
     return "rename one of them to text, or two to prompt and completion (docs/commands.md lists every form)"
 
 
-def _conversation(row: Row, where: str) -> list[dict[str, Any]] | None:
+def text_of(content: Any) -> Any:
+    """The text of a content that is given in parts of text alone; any other content as it is."""
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+        return content
+    texts = [part.get("text") for part in content]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+
+
+def _conversation(row: Row, where: str) -> list[Row] | None:
     """ShareGPT: a speaker and what was said; a system text may stand in a column of its own."""
     turns = row["conversations"]
     if turns is None:
@@ -80,8 +95,8 @@ def _conversation(row: Row, where: str) -> list[dict[str, Any]] | None:
     messages = []
     for turn in turns if isinstance(turns, list) else [turns]:
         said = turn if isinstance(turn, Mapping) else {}
-        pairs = (("from", "role"), ("value", "content"))
-        speaker, text = (said[a] if said.get(a) is not None else said.get(b) for a, b in pairs)
+        speaker = said["from"] if said.get("from") is not None else said.get("role")
+        text = said["value"] if said.get("value") is not None else said.get("content")
         if not isinstance(speaker, str) or not isinstance(text, str):
             raise TaskferryError(
                 f"{where}: conversations need a speaker and a text each: [{{'from': 'human', 'value': '…'}}, …]"
@@ -93,52 +108,20 @@ def _conversation(row: Row, where: str) -> list[dict[str, Any]] | None:
     return messages
 
 
-def _compared(rows: Sequence[Row], names: Sequence[str], given: str) -> list[Row]:
-    """Pairs and triplets of sentence-transformers: `texts` are an anchor, its positive and any negatives."""
-    for number, row in enumerate(rows, 1):
-        wrong = next((name for name in names if not isinstance(row[name], str) or not row[name].strip()), None)
-        if wrong is not None:
-            raise TaskferryError(f"{given}, row {number}: {wrong} is no text: fill it with one, or leave the row out")
-    return [{**row, "texts": [row[name] for name in names]} for row in rows]
-
-
-def _number(name: str) -> int:
-    return int(name.rpartition("_")[2]) if "_" in name else -1
-
-
-def _asked(rows: Sequence[Row]) -> tuple[Kind, list[Row]]:
-    """A prompt with what is to follow it: a completion, or the chosen one of two, as text or as messages."""
-    # An unpaired preference says of each completion whether it is wanted; nothing is to be learnt from the others.
-    wanted = [row for row in rows if not (row.get("label") is False and row.get("completion") is not None)]
-    found = [(row, *_question_and_answer(row)) for row in wanted]
-    if any(isinstance(part, list) for _, *parts in found for part in parts):
-        return "messages", [{**row, "messages": _joined(asked, answer)} for row, asked, answer in found]
-    return "prompt", [
-        row if answer is None else {**row, "prompt": asked, "completion": answer} for row, asked, answer in found
-    ]
-
-
-def _question_and_answer(row: Row) -> tuple[Any, Any]:
-    answer = row.get("completion") if row.get("completion") is not None else row.get("chosen")
-    asked, other = row.get("prompt"), row.get("rejected")
-    if asked is not None or not isinstance(answer, str):
-        return asked, answer
-    if not isinstance(other, str):
-        return "", answer
-    # The prompt of a pair of whole texts is what they have in common; a space belongs to the word behind it.
-    same = next(
-        (i for i, (a, b) in enumerate(zip(answer, other, strict=False)) if a != b), min(len(answer), len(other))
-    )
-    same -= same > 0 and answer[same - 1] == " "
-    return answer[:same], answer[same:]
-
-
-def _joined(asked: Any, answer: Any) -> list[Any]:
-    """One chat; some data repeats the prompt in front of the answer."""
+def _chat(row: Row) -> list[Any]:
+    """A prompt and its completion, of which one is a list of messages, as one chat."""
+    asked, answer = row.get("prompt"), row.get("completion")
     before = asked if isinstance(asked, list) else [] if asked is None else [{"role": "user", "content": asked}]
     after = answer if isinstance(answer, list) else [] if answer is None else [{"role": "assistant", "content": answer}]
-    repeated = bool(after) and isinstance(after[0], Mapping) and after[0].get("role") != "assistant"
-    return after if repeated else [*before, *after]
+    return [*before, *after]
+
+
+def _texts(row: Row, names: Sequence[str], where: str) -> Row:
+    """Pairs and triplets of sentence-transformers: `texts` are an anchor, its positive and any negatives."""
+    wrong = next((name for name in names if not isinstance(row[name], str) or not row[name].strip()), None)
+    if wrong is not None:
+        raise TaskferryError(f"{where}: {wrong} is no text: fill it with one, or leave the row out")
+    return {**row, "texts": [row[name] for name in names]}
 
 
 def _instruction(row: Row) -> str | None:
@@ -147,11 +130,54 @@ def _instruction(row: Row) -> str | None:
         return None
     more = row.get("input")
     paired = isinstance(more, str) and bool(more.strip())
-    start = "Below is an instruction that describes a task" + (
-        ", paired with an input that provides further context. " if paired else ". "
-    )
+    begin = "Below is an instruction that describes a task"
+    begin += ", paired with an input that provides further context. " if paired else ". "
+    begin += "Write a response that appropriately completes the request.\n\n"
     middle = f"### Input:\n{more}\n\n" if paired else ""
-    return (
-        f"{start}Write a response that appropriately completes the request.\n\n"
-        f"### Instruction:\n{row['instruction']}\n\n{middle}### Response:\n"
-    )
+    return f"{begin}### Instruction:\n{row['instruction']}\n\n{middle}### Response:\n"
+
+
+def _pictured(row: Row, where: str) -> Row:
+    """A chat about one image, as transformers and trl write it: contents in parts, of which one is the image.
+
+    The picture is found in a column (`image`, or `images` with one) or in a part of a message; where no message says
+    its place, it stands in front of the first question.
+    """
+    messages = row.get("messages")
+    if messages is None:
+        if not all(isinstance(row.get(name), str | list) for name in ("prompt", "completion")):
+            raise TaskferryError(f"{where}: rows with an image need a prompt and a completion, or messages")
+        messages = _chat(row)
+    several = row.get("images") if isinstance(row.get("images"), list) else [row.get("images")]
+    named = [part.get(name) for part in _parts(messages) for name in ("image", "path", "url")]
+    pictures = [value for value in (*named, row.get("image"), *(several or [])) if value]
+    if len(pictures) != 1:
+        raise TaskferryError(f"{where} has {len(pictures)} images: one in each row is read, give rows with one each")
+    chat: list[Row] = []
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise TaskferryError(f"{where}: messages need a role and a content each")
+        content = message.get("content")
+        parts = []
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or []:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind not in ("text", "image") or (kind == "text" and not isinstance(part.get("text"), str)):
+                raise TaskferryError(f"{where}: a message has a part of type {kind!r}: text and image are read")
+            parts.append({"type": "text", "text": part["text"]} if kind == "text" else {"type": "image"})
+        chat.append({"role": message["role"], "content": parts})
+    places = sum(part["type"] == "image" for message in chat for part in message["content"])
+    first = next((message for message in chat if message["role"] == "user"), None)
+    if places > 1:
+        raise TaskferryError(f"{where}: its messages have {places} places for one image: leave one")
+    if not places and first is None:
+        raise TaskferryError(f"{where}: no message of the user, in front of which its image could stand: add one")
+    if not places and first is not None:
+        first["content"].insert(0, {"type": "image"})
+    return {**row, "image": pictures[0], "messages": chat}
+
+
+def _parts(messages: Any) -> list[Mapping[str, Any]]:
+    """The parts of all contents that are given in parts."""
+    chat = messages if isinstance(messages, list) else []
+    contents = [message.get("content") for message in chat if isinstance(message, Mapping)]
+    return [part for parts in contents if isinstance(parts, list) for part in parts if isinstance(part, Mapping)]

@@ -10,6 +10,7 @@ end-of-text token.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from taskferry.data.batch import IGNORED, Batch, Calibration
 from taskferry.data.builders import fill_padding, in_micro_batches
-from taskferry.data.pictured import text_of
+from taskferry.data.forms import text_of
 from taskferry.errors import TaskferryError
 
 
@@ -55,13 +56,14 @@ def segments_of(row: Mapping[str, Any]) -> list[Segment]:
         if last < 0:
             raise TaskferryError("a chat without an answer of the assistant has nothing to learn from")
         return [Segment(m["content"], i == last, m["role"]) for i, m in enumerate(messages[: last + 1])]
-    if row.get("prompt") is not None:
-        if row.get("completion") is None:
-            raise TaskferryError(
-                f"the prompt '{str(row['prompt'])[:60]}' has no completion: fill the column completion, or leave the "
-                "row out (transfer, fit and plan let the tuned source answer: --labels teacher)"
-            )
-        return [Segment(str(row["prompt"]), counted=False), Segment(str(row["completion"]))]
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if prompt is not None and completion is None:
+        raise TaskferryError(
+            f"the prompt '{str(prompt)[:60]}' has no completion: fill the column completion, or leave the row out "
+            "(transfer and fit let the tuned source answer: --labels teacher)"
+        )
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return [Segment(prompt, counted=False), Segment(completion)]
     if "texts" in row:
         raise TaskferryError(
             "pairs of texts are for sentence encoders; a language model needs text, prompt and completion, or messages"
@@ -75,19 +77,18 @@ def segments_of(row: Mapping[str, Any]) -> list[Segment]:
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of a chat, checked."""
-    messages = row["messages"]
+    """The messages of a chat, checked: contents are texts."""
+    messages = row["messages"] if isinstance(row["messages"], list) else [None]
     if any(isinstance(m, Mapping) and m.get("tool_calls") for m in messages):
         raise TaskferryError(
             "a chat has tool_calls, which are not read: leave such chats out, or write them as content"
         )
-    if all(isinstance(m, Mapping) for m in messages):
-        messages = [{**m, "content": text_of(m.get("content"))} for m in messages]
-    if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages) or not all(
-        isinstance(m.get("content"), str) for m in messages
-    ):
+    found: list[Mapping[str, Any]] = [
+        {**m, "content": text_of(m.get("content"))} for m in messages if isinstance(m, Mapping)
+    ]
+    if len(found) < len(messages) or not all(isinstance(m[key], str) for m in found for key in ("role", "content")):
         raise TaskferryError("messages need a role and a text content each: [{'role': 'user', 'content': '…'}, …]")
-    return list(messages)
+    return found
 
 
 def language_calibration(
@@ -200,32 +201,45 @@ def with_template(tokenizer: Any, other: Any) -> bool:
 
 
 def rendered_chat(tokenizer: Any, segments: Sequence[Segment], *, ends: bool = False) -> tuple[str, list[Place]]:
-    """The text a model reads, and where each segment stands in it; with `ends` the end of the last one too."""
-    seen = any(segment.picture for segment in segments)  # contents are then given in parts
+    """The text a model reads, and where each segment stands in it; with `ends` the end of the last one too.
+
+    A chat is rendered twice, the second time with marks in place of its messages: so it is known what the template
+    writes around each. A short answer ("a") may stand in the mark of a role ("assistant") as well.
+    """
     if segments[0].role is None:
         text = "".join(segment.text for segment in segments)
+        frame = [""] * (len(segments) + 1)
     else:
         if not getattr(tokenizer, "chat_template", None):
             raise TaskferryError(
                 f"the data has messages but the tokenizer of {tokenizer.name_or_path or 'a model'} has no chat "
                 "template: give prompt and completion columns"
             )
-        text = templated(tokenizer, _messages(segments, seen))
-    places, at, origin = [], 0, 1  # an origin of 0 would look like a special token's empty span
+        text = templated(tokenizer, _messages(segments))
+        marked = [replace(segment, text=MARK) for segment in segments]
+        frame = templated(tokenizer, _messages(marked)).split(MARK)
+    found = None
+    if len(frame) == len(segments) + 1:
+        # Templates may trim messages.
+        contents = [
+            f"({re.escape(s.text)})" if s.role is None else rf"(\s*{re.escape(s.text.strip())}\s*)" for s in segments
+        ]
+        around = [re.escape(piece) for piece in frame]
+        found = re.fullmatch("".join([around[0], *(a + b for a, b in zip(contents, around[1:], strict=True))]), text)
+    if found is None:
+        raise TaskferryError("a chat template changes the text of a message: its tokens cannot be paired")
+    places, origin = [], 1  # an origin of 0 would look like a special token's empty span
     for i, segment in enumerate(segments):
         content = segment.text if segment.role is None else segment.text.strip()
-        if segment.role is not None:
-            at = max(at, _opening(tokenizer, text, segments, i, seen))
-        start = text.find(content, at)
-        if start < 0:
-            raise TaskferryError("a chat template changes the text of a message: its tokens cannot be paired")
+        start = found.start(i + 1) + found[i + 1].find(content)
         places.append(Place(start, start + len(content), origin, segment.counted))
-        at, origin = start + len(content), origin + len(content)
+        origin += len(content)
+    at = places[-1].stop
     mark = end_mark(tokenizer, text[at:]) if ends else None
     if mark is None or text[:at].rstrip().endswith(mark):
         return text, places
-    start = at + text[at:].find(mark)
-    if text[at:start].strip() or start < at:  # the template writes no such mark
+    start = text.find(mark, at)
+    if start < 0 or text[at:start].strip():  # the template writes no such mark
         text, start = text[:at] + mark, at
     places.append(Place(start, start + len(mark), origin, True, end=True))
     return text, places
@@ -246,28 +260,17 @@ def templated(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
         ) from error
 
 
-def _messages(segments: Sequence[Segment], seen: bool) -> list[dict[str, Any]]:
-    """As a chat template takes them."""
-    return [{"role": s.role, "content": _parts(s) if seen else s.text} for s in segments]
-
-
-def _parts(segment: Segment) -> list[dict[str, str]]:
-    text, image = {"type": "text", "text": segment.text}, {"type": "image"}
-    return {None: [text], "front": [image, text], "behind": [text, image]}[segment.picture]
-
-
-def _opening(tokenizer: Any, text: str, segments: Sequence[Segment], i: int, seen: bool) -> int:
-    """Where the text of message i can begin: behind what comes before it and the mark of its role.
-
-    A short answer ("a") may stand inside the mark itself ("assistant"). So the chat is written once more, with another
-    text in the message's place; not with none, and not cut behind it, because templates refuse such chats.
-    """
-    other = MARK
-    while other in text:
-        other += "-"
-    told = [replace(segment, text=other) if k == i else segment for k, segment in enumerate(segments)]
-    before = templated(tokenizer, _messages(told, seen)).partition(other)[0]
-    return next((at for at, (a, b) in enumerate(zip(text, before, strict=False)) if a != b), len(before))
+def _messages(segments: Sequence[Segment]) -> list[dict[str, Any]]:
+    """A chat as a template takes it; with a picture contents are given in parts."""
+    if not any(segment.picture for segment in segments):
+        return [{"role": s.role, "content": s.text} for s in segments]
+    messages = []
+    for segment in segments:
+        parts = [{"type": "text", "text": segment.text}]
+        if segment.picture is not None:
+            parts.insert(0 if segment.picture == "front" else 1, {"type": "image"})
+        messages.append({"role": segment.role, "content": parts})
+    return messages
 
 
 def _encode(

@@ -30,8 +30,7 @@ from taskferry.engines.lazy import DiskDeltas, LazyModel
 from taskferry.engines.pair import ModelPair, Moved, parameter_reasons
 from taskferry.errors import TaskferryError
 from taskferry.layers.pairing import Pair
-from taskferry.objectives.defaults import AnyObjective
-from taskferry.objectives.objectives import ForwardOnly, Objective
+from taskferry.objectives.objectives import AnyObjective, ForwardOnly, Objective
 from taskferry.taskvector import Delta, TaskVector
 
 

@@ -31,8 +31,7 @@ from taskferry.layers.discovery import find_sites
 from taskferry.layers.pairing import DepthRule, Pair, nearest_block, pair_sites
 from taskferry.layers.site import Site
 from taskferry.models.peft import prefix_of
-from taskferry.objectives.defaults import AnyObjective, both_objectives
-from taskferry.objectives.objectives import ForwardOnly, Objective
+from taskferry.objectives.objectives import AnyObjective, ForwardOnly, Objective, both_objectives
 from taskferry.taskvector import TaskVector
 from taskferry.version import __version__
 

@@ -28,8 +28,7 @@ from taskferry.engines.pair import ModelPair, Moved, Work, parameter_reasons, sh
 from taskferry.errors import TaskferryError
 from taskferry.layers.pairing import DepthRule, Pair, nearest_block
 from taskferry.linalg.sums import CrossCovariance
-from taskferry.objectives.defaults import AnyObjective
-from taskferry.objectives.objectives import ForwardOnly
+from taskferry.objectives.objectives import AnyObjective, ForwardOnly
 from taskferry.taskvector import TaskVector
 
 BICO = Maps()

@@ -8,9 +8,8 @@ from typing import Any
 
 from taskferry.choices import TEMPLATE
 from taskferry.config import EvaluateSettings
-from taskferry.data.data import Samples, held_out, load_samples
 from taskferry.data.language import segments_of
-from taskferry.data.samplers import choose
+from taskferry.data.samples import Samples, choose, held_out_split, load_samples
 from taskferry.display.bars import Tell
 from taskferry.errors import TaskferryError
 from taskferry.evaluation.pool import LazyBatches, Pool
@@ -19,10 +18,9 @@ from taskferry.models import Loaded, by_reason, load_model, load_tuned
 from taskferry.models.classifiers import has_own_head
 from taskferry.models.models import resolve
 from taskferry.objectives.answers import answers_of
-from taskferry.objectives.contrastive import Contrastive
 from taskferry.objectives.heads import has_text_tower, named_classifier
 from taskferry.objectives.language import is_language_model
-from taskferry.objectives.objectives import Classifier, LanguageModel, Objective
+from taskferry.objectives.objectives import Classifier, Contrastive, LanguageModel, Objective
 from taskferry.objectives.preparation import check_pairs
 
 
@@ -40,7 +38,9 @@ def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -
         _take_template(loaded, Path(resolve(settings.add)))
     shots = None if settings.shots is None else load_samples(settings.shots, label_column=settings.label_column)
     known = () if shots is None else shots.classes
-    test = load_samples(settings.test, label_column=settings.label_column, classes=known, split=held_out(settings.test))
+    test = load_samples(
+        settings.test, label_column=settings.label_column, classes=known, split=held_out_split(settings.test)
+    )
     test = test if shots is None else replace(test, sorted=shots.sorted)  # which numbered their classes
     objective = _objective(settings, loaded, test)
     if isinstance(objective, Classifier) and objective.fitted and shots is None:
@@ -58,7 +58,7 @@ def evaluate_command(settings: EvaluateSettings, progress: Tell | None = None) -
         samples = [segments_of(row) for row in test.take(batches.indices).rows]
         answers = answers_of(loaded.model, loaded.tokenizer(), samples, batch=settings.micro_batch, progress=progress)
         facts: dict[str, Any] = answers.facts()
-        score = replace(score, right=None, **facts)
+        score = replace(score, **facts)
     if pool.full:
         told = f"{len(pool.full)} of {score.samples} samples fill all {pool.max_length} tokens"
         left = [*left, f"{told}: what is longer is left out; give a larger --max-length"]

@@ -7,25 +7,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from taskferry.data.batch import Batch
 from taskferry.data.builders import evenly
-from taskferry.data.data import Samples
+from taskferry.data.samples import Samples
 from taskferry.models import Loaded
 from taskferry.objectives.language import longest_text
 from taskferry.objectives.preparation import one_sided
-
-
-class Data(Protocol):
-    """Samples that can be asked for by number, such as a `Pool`."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """These samples as the model takes them."""
 
 
 class Pool:
@@ -55,8 +46,8 @@ class Pool:
 class LazyBatches(Sequence[Batch]):
     """Micro-batches that are made when they are asked for: a whole test set as tensors may not fit."""
 
-    def __init__(self, data: Data, indices: Sequence[int], size: int) -> None:
-        self.data, self.indices = data, indices
+    def __init__(self, pool: Pool, indices: Sequence[int], size: int) -> None:
+        self.pool, self.indices = pool, indices
         self.parts = evenly(len(indices), size)  # a last one of a single pair would have nothing to tell apart
 
     def __len__(self) -> int:
@@ -67,4 +58,4 @@ class LazyBatches(Sequence[Batch]):
         if not 0 <= place < len(self):
             raise IndexError(place)
         part = self.parts[place]
-        return self.data.batch(self.indices[part.start : part.stop])
+        return self.pool.batch(self.indices[part.start : part.stop])

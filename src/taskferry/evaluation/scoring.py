@@ -16,13 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from taskferry.collect.device import frozen, place_of
-from taskferry.data.batch import Batch
+from taskferry.data.batch import IGNORED, Batch
 from taskferry.display.bars import Tell, told
 from taskferry.errors import TaskferryError
-from taskferry.objectives.answers import Answers
-from taskferry.objectives.contrastive import Contrastive
-from taskferry.objectives.language import predicted
-from taskferry.objectives.objectives import Classifier, LanguageModel, Objective
+from taskferry.objectives.language import expected, is_sequence_to_sequence, predicted
+from taskferry.objectives.objectives import Classifier, Contrastive, LanguageModel, Objective
 
 
 @dataclass(frozen=True)
@@ -32,9 +30,8 @@ class Score:
     accuracy: float | None
     loss: float
     samples: int
-    # Of a language model's answers, in per cent:
-    right: float | None = None  # the likeliest of a small set, by one pass without generating
-    exact: float | None = None  # written as wanted
+    # Answers of a language model, in per cent; exact by one pass without generating unless the others are there too.
+    exact: float | None = None  # as wanted
     begins: float | None = None  # begun with the wanted one of a small set
     stopped: float | None = None  # ended by the model itself
     valid_json: float | None = None  # that are JSON, where the wanted ones are
@@ -52,56 +49,62 @@ def evaluate(
     shots: Sequence[Batch] = (),
     progress: Tell | bool | None = None,
 ) -> Score:
-    """Score a model on held-out micro-batches; a head that needs fitting is fitted on `shots`, never on `test`.
+    """Score a model on held-out micro-batches.
 
-    `progress=True` shows a bar; a function is called with (done, total).
+    Args:
+        model: The model.
+        test: Micro-batches to score on.
+        objective: What scores: a head, or a loss.
+        shots: Micro-batches that a head is made from, where it needs some; never those of `test`.
+        progress: True for a bar, or a function that is called with (done, total).
     """
-    tell = told(progress, "scoring")
-    place = place_of(model)
-    right = units = samples = 0
-    total = 0.0
-    answers = None
-    choosing = isinstance(objective, Classifier | Contrastive)
+    tell, place = told(progress, "scoring"), place_of(model)
     if isinstance(objective, Classifier) and objective.fitted and not shots:
         raise TaskferryError(f"{objective.words} needs samples that it is made from: evaluate(…, shots=…)")
+    right = units = samples = 0
+    total = 0.0
+    answers = True  # whether each sample has something in front of what counts
+    choosing = isinstance(objective, Classifier | Contrastive)
     if isinstance(objective, Classifier):
         logits = objective.logits(model, shots)
-    elif isinstance(objective, LanguageModel):
-        answers = Answers.of(model, test)
-    elif not choosing:
+    elif not choosing and not isinstance(objective, LanguageModel):
         loss = objective.bind(model, shots)
-
-    def classes(batch: Batch) -> tuple[Tensor, Tensor]:
-        moved = batch.to(*place)
-        if isinstance(objective, Contrastive):
-            return objective.scores(model, moved)
-        if moved.labels is None:
-            raise TaskferryError("test samples without labels cannot be scored: give a label for each")
-        return logits(moved), moved.labels
-
     with torch.no_grad(), frozen(model):
-        for done, batch in enumerate(test, 1):
+        for done, micro in enumerate(test, 1):
+            batch = micro.to(*place)
             samples += len(batch)
-            if choosing:
-                scores, labels = classes(batch)
+            if isinstance(objective, LanguageModel):
+                words, labels, rows = predicted(model, batch)
+                total += float(F.cross_entropy(words, labels, reduction="sum"))
+                units += len(labels)
+                wrong = torch.zeros(len(batch)).index_add_(0, rows.cpu(), (words.argmax(-1) != labels).float().cpu())
+                right += int((wrong == 0).sum())
+                counted = expected(model, batch) != IGNORED
+                answers &= is_sequence_to_sequence(model) or not bool(counted[:, 0].any())
+            elif choosing:
+                if isinstance(objective, Contrastive):
+                    scores, labels = objective.scores(model, batch)
+                else:
+                    scores, labels = logits(batch), _labels(batch)
                 # A head made from shots may lack a class: its samples count as wrong, and their loss as none.
                 known = labels < scores.shape[1]
                 right += int((scores.argmax(1) == labels).sum())
                 total += float(F.cross_entropy(scores[known], labels[known], reduction="sum"))
                 units += int(known.sum())
-            elif isinstance(objective, LanguageModel):
-                words, labels, rows = predicted(model, batch.to(*place))
-                total += float(F.cross_entropy(words, labels, reduction="sum"))
-                units += len(labels)
-                if answers is not None:
-                    answers.count(words, labels, rows)
             else:
-                total += float(loss(batch.to(*place)))
+                total += float(loss(batch))
                 units += len(batch)
             if tell is not None:
                 tell(done, len(test))
     if not samples or (isinstance(objective, LanguageModel) and not units):
         raise TaskferryError("nothing of the test samples can be scored: they are empty for this model")
-    accuracy = 100.0 * right / max(1, samples) if choosing else None
-    found = (None, None) if answers is None else (answers.right, answers.exact)
-    return Score(accuracy, total / max(1, units), samples, *found)
+    share, mean = 100.0 * right / samples, total / max(1, units)
+    if isinstance(objective, LanguageModel):
+        return Score(None, mean, samples, exact=share if answers else None)
+    return Score(share if choosing else None, mean, samples)
+
+
+def _labels(batch: Batch) -> Tensor:
+    if batch.labels is None:
+        raise TaskferryError("test samples without labels cannot be scored: give a label for each")
+    return batch.labels

@@ -31,7 +31,7 @@ from taskferry.errors import TaskferryError
 from taskferry.layers import family_of
 from taskferry.layers.family import HEAD
 from taskferry.layers.pairing import Pair
-from taskferry.objectives.defaults import AnyObjective
+from taskferry.objectives.objectives import AnyObjective
 from taskferry.taskvector import TaskVector
 
 FEW = 50  # samples: with fewer no scale above the paper's 1 is tried

@@ -2,7 +2,6 @@
 
     >>> score = answers_of(model, tokenizer, samples)           # by generating greedily; samples are lists of segments
     >>> score.exact, score.begins, score.stopped, score.valid   # in per cent
-    >>> answers = Answers.of(model, batches)                    # by one pass over prompt and answer, without generating
 
 A loss can fall while no answer gets better: at first a model learns the form. And an answer that begins right and
 never ends is of no use.
@@ -13,19 +12,16 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from taskferry.collect.device import device_of, evaluating
-from taskferry.data.batch import IGNORED, Batch
 from taskferry.data.language import Segment, chat_end, prompt_of
-from taskferry.objectives.language import expected, is_sequence_to_sequence, longest_text
+from taskferry.objectives.language import is_sequence_to_sequence, longest_text
 
 MOST = 50  # answers of a set
 EACH = 3.0  # samples for each of them, at least
@@ -45,7 +41,7 @@ class Written:
 
 @torch.no_grad()
 def written(
-    model: torch.nn.Module,
+    model: nn.Module,
     tokenizer: Any,
     prompts: Sequence[str],
     *,
@@ -56,89 +52,75 @@ def written(
     ends: Collection[int] = (),
     batch: int = 16,
 ) -> list[Written]:
-    """Let a language model write behind each prompt: greedily, or drawn from its own distribution.
+    """Let a language model write behind each prompt, by its own distribution.
 
-    Of a long prompt the last `keep` tokens are read; an empty one is the beginning of a text. `special` adds the
-    tokenizer's own marks; `ends` are tokens that end an answer beside those that the model knows. What is drawn at a
-    temperature depends on the prompts that stand in its batch.
+    Nothing of a generation_config.json but the tokens that begin and end a text has a say: cut or penalised
+    distributions would be another model's.
+
+    Args:
+        model: A language model.
+        tokenizer: Its tokenizer.
+        prompts: Texts; an empty one is the beginning of a text.
+        length: Most tokens to write.
+        temperature: 0 writes greedily. What is drawn at another depends on the prompts that stand in its batch.
+        keep: Of a longer prompt so many tokens are read, the last ones.
+        special: Whether the tokenizer adds its marks to a prompt.
+        ends: Tokens that end an answer beside those that the model knows.
+        batch: Prompts that are written to at once.
     """
-    both, device, most = is_sequence_to_sequence(model), device_of(model), longest_text(sys.maxsize, model)
+    generator: Any = model
+    own, config, both = generator.generation_config, generator.config, is_sequence_to_sequence(model)
+    stops = {*ends, *_numbers(own.eos_token_id), *_numbers(tokenizer.eos_token_id)}
+    pad = next((n for n in (tokenizer.pad_token_id, *sorted(stops)) if n is not None), 0)
+    settings = {"eos_token_id": sorted(stops) or None, "pad_token_id": pad}
+    for name in ("bos_token_id", "decoder_start_token_id"):
+        value = getattr(own, name, None)
+        settings[name] = getattr(config, name, None) if value is None else value
+    if temperature:
+        settings |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    first = (tokenizer.bos_token_id, getattr(config, "bos_token_id", None), tokenizer.eos_token_id, 0)
+    begin = next(n for n in first if n is not None)
+    most = longest_text(sys.maxsize, model)
     length = min(length, max(1, most // 2))
     keep = min(keep, most if both else most - length)  # so that the answer has a place behind it
-    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    read = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, add_special_tokens=special)["input_ids"]
+        while not both and special and len(ids) > 1 and ids[-1] in stops:
+            ids = ids[:-1]  # some tokenizers end every text, which nothing could follow
+        read.append((ids or [begin])[-keep:] if not both else ids[-keep:])
+    order = list(range(len(read)))
+    if not temperature:  # less padding to compute
+        order.sort(key=lambda i: len(read[i]))
     found: dict[int, Written] = {}
-    with as_it_is(model, tokenizer, ends) as (generator, stops, pad), evaluating(model):
-        read = [_ids(model, tokenizer, prompt, special, stops)[-keep:] for prompt in prompts]
-        order = list(range(len(read))) if temperature else sorted(range(len(read)), key=lambda i: len(read[i]))
-        for start in range(0, len(read), batch):
-            some = order[start : start + batch]
-            width = max(len(read[i]) for i in some)
-            ids, mask = torch.full((len(some), width), pad), torch.zeros(len(some), width, dtype=torch.long)
-            for row, i in enumerate(some):
-                where = slice(0, len(read[i])) if both else slice(width - len(read[i]), width)
-                ids[row, where], mask[row, where] = torch.tensor(read[i]), 1
-            output: Tensor = generator.generate(
-                input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=length, **drawn
-            )
-            for i, row_ids in zip(some, output.tolist(), strict=True):
-                found[i] = _read(tokenizer, [] if both else read[i], row_ids[1:] if both else row_ids[width:], stops)
+    device = device_of(model)
+    generator.generation_config = type(own)(**settings)
+    try:
+        with evaluating(model):
+            for start in range(0, len(read), batch):
+                some = order[start : start + batch]
+                width = max(len(read[i]) for i in some)
+                ids, mask = torch.full((len(some), width), pad), torch.zeros(len(some), width, dtype=torch.long)
+                for row, i in enumerate(some):  # padded in front, so that what is written stands behind the prompt
+                    where = slice(0, len(read[i])) if both else slice(width - len(read[i]), width)
+                    ids[row, where], mask[row, where] = torch.tensor(read[i]), 1
+                output = generator.generate(
+                    input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=length
+                )
+                for i, tokens in zip(some, output.tolist(), strict=True):
+                    before, new = ([], tokens[1:]) if both else (read[i], tokens[width:])
+                    end = next((k for k, token in enumerate(new) if token in stops), len(new))
+                    # Decoded with what stands before: a piece on its own may lose the space in front.
+                    texts = [tokenizer.decode(t, skip_special_tokens=True) for t in (before, before + new[:end])]
+                    found[i] = Written(texts[1][len(texts[0]) :], end < len(new))
+    finally:
+        generator.generation_config = own
     return [found[i] for i in range(len(read))]
-
-
-def _read(tokenizer: Any, before: list[int], new: list[int], stops: Collection[int]) -> Written:
-    """The new tokens as text, up to the first that ends it."""
-    end = next((i for i, token in enumerate(new) if token in stops), len(new))
-    # Decoded as a whole: a piece on its own may lose the space before it.
-    text = _decoded(tokenizer, before + new[:end])[len(_decoded(tokenizer, before)) :]
-    return Written(text, end < len(new))
 
 
 def is_blank(answer: str) -> bool:
     """True where an answer says nothing: a broken character does not either, and some tokenizers drop it."""
     return not answer.replace("\ufffd", "").strip()
-
-
-@contextmanager
-def as_it_is(
-    model: torch.nn.Module, tokenizer: Any, ends: Collection[int] = ()
-) -> Iterator[tuple[Any, Collection[int], int]]:
-    """The model as one that writes by its own distribution, the tokens that end a text, and one for padding.
-
-    Nothing of a generation_config.json but the tokens that begin and end a text has a say: cut or penalised
-    distributions would be another model's.
-    """
-    generator: Any = model
-    own = generator.generation_config
-    stops = {*ends, *_numbers(own.eos_token_id), *_numbers(tokenizer.eos_token_id)}
-    pad = next((n for n in (tokenizer.pad_token_id, *sorted(stops)) if n is not None), 0)
-    places: tuple[Any, ...] = (own, model.config)
-    starts = {
-        name: next((getattr(each, name) for each in places if getattr(each, name, None) is not None), None)
-        for name in ("bos_token_id", "decoder_start_token_id")
-    }
-    generator.generation_config = type(own)(eos_token_id=sorted(stops) or None, pad_token_id=pad, **starts)
-    try:
-        yield generator, stops, pad
-    finally:
-        generator.generation_config = own
-
-
-def _ids(model: torch.nn.Module, tokenizer: Any, prompt: str, special: bool, stops: Collection[int]) -> list[int]:
-    """A prompt in tokens; some tokenizers end every text, which nothing could follow."""
-    ids: list[int] = tokenizer(prompt, add_special_tokens=special)["input_ids"]
-    if is_sequence_to_sequence(model):
-        return ids
-    config: Any = model.config
-    first = (tokenizer.bos_token_id, getattr(config, "bos_token_id", None), tokenizer.eos_token_id)
-    start = next((n for n in first if n is not None), 0)
-    while len(ids) > 1 and special and ids[-1] in stops:
-        ids = ids[:-1]
-    return ids or [start]
-
-
-def _decoded(tokenizer: Any, ids: list[int]) -> str:
-    text: str = tokenizer.decode(ids, skip_special_tokens=True)
-    return text
 
 
 def _numbers(value: int | Sequence[int] | None) -> list[int]:
@@ -278,60 +260,3 @@ def read_json(text: str) -> Any:
 
 def _per_cent(each: Sequence[bool]) -> float:
     return 100.0 * sum(each) / max(1, len(each))
-
-
-@dataclass
-class Answers:
-    """Counts samples whose answer is right; `choices` are the first tokens of the few answers that there are."""
-
-    choices: Tensor | None
-    samples: int = 0
-    by_word: int = 0
-    by_choice: int = 0
-
-    @classmethod
-    def of(cls, model: nn.Module, batches: Sequence[Batch]) -> Answers | None:
-        """None where some sample is all text, with nothing to answer. The set of answers is found in the samples."""
-        found: Counter[tuple[int, ...]] = Counter()
-        for batch in batches:
-            if "labels" not in batch.inputs:
-                return None
-            wanted = expected(model, batch)
-            for row in wanted:
-                counted = (row != IGNORED).nonzero()[:, 0]
-                if not len(counted) or (int(counted[0]) == 0 and not _reads_apart(batch)):
-                    return None
-                found[tuple(row[counted].tolist())] += 1
-        first = {answer[0] for answer in found}
-        few = len(found) <= MOST and sum(found.values()) >= EACH * len(found) and len(first) == len(found) > 1
-        return cls(torch.tensor(sorted(first)) if few else None)
-
-    def count(self, scores: Tensor, labels: Tensor, rows: Tensor) -> None:
-        """The samples of a micro-batch."""
-        wrong = torch.zeros(int(rows.max()) + 1, device=rows.device).index_add_(
-            0, rows, (scores.argmax(-1) != labels).float()
-        )
-        self.samples += len(wrong)
-        self.by_word += int((wrong == 0).sum())
-        if self.choices is not None:
-            first = torch.ones_like(rows, dtype=torch.bool)
-            first[1:] = rows[1:] != rows[:-1]
-            choices = self.choices.to(scores.device)
-            chosen = choices[scores[first][:, choices].argmax(-1)]
-            self.by_choice += int((chosen == labels[first]).sum())
-
-    @property
-    def exact(self) -> float:
-        """Per cent of the samples whose answer would be written word for word."""
-        return 100.0 * self.by_word / max(1, self.samples)
-
-    @property
-    def right(self) -> float | None:
-        """Per cent of the samples whose own answer is the likeliest of all that there are."""
-        return None if self.choices is None else 100.0 * self.by_choice / max(1, self.samples)
-
-
-def _reads_apart(batch: Batch) -> bool:
-    """Whether the answer stands in a decoder, so that its first position has read the prompt."""
-    ids = batch.inputs.get("input_ids")
-    return ids is None or ids.shape != batch.inputs["labels"].shape

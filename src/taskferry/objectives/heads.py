@@ -22,7 +22,7 @@ from taskferry.collect.device import frozen, place_of, wide
 from taskferry.collect.scale import moved_by
 from taskferry.config import CalibrationSettings
 from taskferry.data.batch import Batch, Calibration
-from taskferry.data.data import Samples
+from taskferry.data.samples import Samples
 from taskferry.errors import TaskferryError
 from taskferry.layers import family_of
 from taskferry.models import Loaded, Tuned
@@ -30,7 +30,6 @@ from taskferry.models.classifiers import class_count, class_names, classifier_ar
 from taskferry.objectives.language import logits_of
 from taskferry.objectives.objectives import (
     Classifier,
-    CrossProbe,
     Head,
     LinearProbe,
     Objective,
@@ -93,7 +92,6 @@ def named_classifier(name: str, loaded: Loaded, samples: Samples, templates: Seq
     kinds: dict[str, Classifier] = {
         "prototypes": Prototypes(),
         "probe": LinearProbe(),
-        "cross-probe": CrossProbe(),
     }
     return kinds[name]
 

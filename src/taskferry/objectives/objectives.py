@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from taskferry.collect.capture import Loss
 from taskferry.collect.device import device_of, frozen, place_of, wide
-from taskferry.data.batch import IGNORED, Batch
+from taskferry.data.batch import IGNORED, Batch, Calibration
 from taskferry.errors import TaskferryError
 from taskferry.layers import family_of
 from taskferry.objectives.language import expected, is_language_model, logits_of, predicted
@@ -68,13 +68,9 @@ class Classifier(Objective):
         """A function from a micro-batch to [n, classes]."""
         raise TypeError(f"{type(self).__name__} does not say where its logits come from")
 
-    def loss_logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:
-        """The logits whose loss is taken on `batches` themselves."""
-        return self.logits(model, batches)
-
     def bind(self, model: nn.Module, batches: Sequence[Batch]) -> Loss:
         """Summed cross-entropy."""
-        logits = self.loss_logits(model, batches)
+        logits = self.logits(model, batches)
 
         def loss(batch: Batch) -> Tensor:
             scores = logits(batch)
@@ -201,78 +197,6 @@ class LinearProbe(Classifier):
 
 
 @dataclass(frozen=True)
-class CrossProbe(Classifier):
-    """Two probes, each fitted on one half of the calibration samples: a sample's loss is by the other half's probe.
-
-    A probe that never saw a sample cannot fit it to near-zero loss, so its gradient stays.
-    """
-
-    fitted: ClassVar[bool] = True
-    words: ClassVar[str] = "a linear probe, each sample scored by the half without it"
-
-    ridge: float = 1.0
-
-    def logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:
-        """For samples that neither probe has seen: the mean of both."""
-        both, _ = self._probes(model, batches)
-        return lambda batch: both(batch).mean(0)
-
-    def loss_logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:
-        """For the calibration samples themselves: the other half's probe."""
-        both, half = self._probes(model, batches)
-        ids = [i for batch in batches for i in batch.ids]
-        if len(ids) != len(half) or len(set(ids)) != len(ids):
-            raise TaskferryError("a cross-fitted probe needs samples with ids of their own: Batch(…, ids=…)")
-        of = dict(zip(ids, half, strict=True))
-
-        def scores(batch: Batch) -> Tensor:
-            found = both(batch)
-            other = torch.tensor([1 - of[i] for i in batch.ids], device=found.device)
-            return found[other, torch.arange(len(batch), device=found.device)]
-
-        return scores
-
-    def _probes(self, model: nn.Module, batches: Sequence[Batch]) -> tuple[Logits, list[int]]:
-        """Scores [2, n, classes] of both probes, and the half of each calibration sample."""
-        features, labels = calibration_features(model, batches)
-        # Alternate within each class, so that both halves know every class that has two samples.
-        half = torch.zeros(len(labels), dtype=torch.long)
-        for label in range(int(labels.max()) + 1):
-            members = (labels == label).nonzero()[:, 0].cpu()
-            half[members] = (torch.arange(len(members)) + label) % 2
-        mean, spread = features.mean(0), features.std(0, unbiased=False).clamp_min(1e-6)
-        unit, classes = (features - mean) / spread, int(labels.max()) + 1
-        probes = [fit_probe(unit[half == k], labels[half == k], ridge=self.ridge, classes=classes) for k in (0, 1)]
-        family = family_of(model)
-
-        def scores(batch: Batch) -> Tensor:
-            x = (wide(family.features(model, batch)) - mean) / spread
-            return torch.stack([x @ weight.T + bias for weight, bias in probes])
-
-        return scores, half.tolist()
-
-
-class NewHead(Classifier):
-    """A new linear layer on the features, for fine-tuning: `finetune` trains it with the model."""
-
-    words: ClassVar[str] = "a new head"
-
-    def __init__(self, classes: int) -> None:
-        self.classes = classes
-        self.module: nn.Linear | None = None
-
-    def logits(self, model: nn.Module, batches: Sequence[Batch]) -> Logits:
-        """The layer's scores; it is made when first asked for, from the width of the features."""
-        family = family_of(model)
-        if self.module is None:
-            with torch.no_grad(), frozen(model):
-                features = family.features(model, batches[0].to(*place_of(model)))
-            self.module = nn.Linear(features.shape[1], self.classes).to(features.device, features.dtype)
-        layer = self.module
-        return lambda batch: layer(family.features(model, batch))
-
-
-@dataclass(frozen=True)
 class LanguageModel(Objective):
     """Next-token loss on `inputs["labels"]`, summed over tokens; positions with label −100 do not count.
 
@@ -297,6 +221,32 @@ class LanguageModel(Objective):
 
 
 @dataclass(frozen=True)
+class Contrastive(Objective):
+    """Cross-entropy over cosine similarities times `scale`, of the mean tokens of texts: which is an anchor's positive?
+
+    Candidates are all positives, and all negatives, of the micro-batch (in-batch negatives, InfoNCE; what
+    sentence-transformers calls MultipleNegativesRankingLoss). So the size of a micro-batch is part of this loss, and a
+    micro-batch of pairs is never cut.
+    """
+
+    words: ClassVar[str] = "the positive among all candidates of its micro-batch (contrastive)"
+
+    scale: float = 20.0  # a temperature of 0.05
+
+    def scores(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """[n, candidates] of each anchor, and the place [n] of its positive: all positives first, then negatives."""
+        if batch.texts < 2:
+            raise TaskferryError("a contrastive loss needs pairs of texts: pair_calibration(…), not single ones")
+        unit = F.normalize(wide(family_of(model).features(model, batch)), dim=-1)
+        texts = unit.view(-1, batch.texts, unit.shape[-1]).transpose(0, 1)
+        return self.scale * texts[0] @ texts[1:].flatten(0, 1).T, torch.arange(len(batch), device=unit.device)
+
+    def bind(self, model: nn.Module, batches: Sequence[Batch]) -> Loss:  # noqa: ARG002
+        """Summed over anchors."""
+        return lambda batch: F.cross_entropy(*self.scores(model, batch), reduction="sum")
+
+
+@dataclass(frozen=True)
 class ForwardOnly(Objective):
     """No loss: the forward pass alone, for methods that take no gradient and so need no labels."""
 
@@ -312,15 +262,48 @@ class ForwardOnly(Objective):
         return run
 
 
+AnyObjective = Objective | Callable[[nn.Module, Batch], Tensor]
+
+
+def both_objectives(
+    objective: AnyObjective | tuple[AnyObjective, AnyObjective] | None,
+    source: nn.Module,
+    target: nn.Module,
+    calibration: Calibration,
+) -> tuple[Objective, Objective]:
+    """One objective for each model: as given, the same for both, or what each model's kind suggests."""
+    if objective is None:
+        return default_objective(source, calibration), default_objective(target, calibration)
+    given = objective if isinstance(objective, tuple) else (objective, objective)
+    first, second = (each if isinstance(each, Objective) else Function(each) for each in given)
+    return first, second
+
+
+def default_objective(model: nn.Module, calibration: Calibration) -> Objective:
+    """What samples and model suggest: a contrastive loss of pairs, the model's own loss or head, or prototypes."""
+    kind = type(model).__name__
+    if calibration.pairs[0][0].texts > 1:
+        return Contrastive()
+    if is_language_model(model):
+        return LanguageModel()
+    if kind.endswith(("ForSequenceClassification", "ForImageClassification")):
+        return Head()
+    if calibration.labels is None:
+        raise TaskferryError(
+            f"{kind} has no loss of its own and the calibration set no labels: give labels, let the tuned "
+            "source give them (teacher_labels), or pass an objective"
+        )
+    return Prototypes()
+
+
 def teacher_labels(tuned: nn.Module, batches: Sequence[Batch], classifier: Classifier) -> Tensor:
     """[N] the classes that the tuned source model predicts: plain inputs are enough for a calibration set.
 
     >>> calibration = calibration.with_labels(teacher_labels(tuned_A, calibration.side(0), Head()))
     """
     logits = classifier.logits(tuned, batches)
-    place = place_of(tuned)
     with torch.no_grad(), frozen(tuned):
-        return torch.cat([logits(batch.to(*place)).argmax(-1).cpu() for batch in batches])
+        return torch.cat([logits(batch.to(*place_of(tuned))).argmax(-1).cpu() for batch in batches])
 
 
 def calibration_features(model: nn.Module, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
@@ -337,14 +320,12 @@ def calibration_features(model: nn.Module, batches: Sequence[Batch]) -> tuple[Te
     return features, labels
 
 
-def fit_probe(
-    features: Tensor, labels: Tensor, *, ridge: float = 1.0, steps: int = 100, classes: int | None = None
-) -> tuple[Tensor, Tensor]:
+def fit_probe(features: Tensor, labels: Tensor, *, ridge: float = 1.0, steps: int = 100) -> tuple[Tensor, Tensor]:
     """Multinomial logistic regression by L-BFGS, deterministic: weight [classes, d] and bias [classes].
 
     Minimises Σ cross-entropy + ridge / 2 · ‖weight‖².
     """
-    classes = classes or int(labels.max()) + 1
+    classes = int(labels.max()) + 1
     X = features.detach().double()
     weight = X.new_zeros(classes, X.shape[1], requires_grad=True)
     bias = X.new_zeros(classes, requires_grad=True)

@@ -33,9 +33,8 @@ from taskferry.layers import family_of
 from taskferry.models import Loaded, Tuned, load_model
 from taskferry.models.models import resolve
 from taskferry.models.peft import in_body
-from taskferry.objectives.contrastive import Contrastive
 from taskferry.objectives.language import expected, is_sequence_to_sequence, logits_at, words_of
-from taskferry.objectives.objectives import Classifier, Head, LanguageModel, Objective
+from taskferry.objectives.objectives import Classifier, Contrastive, Head, LanguageModel, Objective
 from taskferry.taskvector import TaskVector
 
 WORDS = 64  # most likely next tokens that are kept of a distribution
@@ -316,7 +315,7 @@ def _said(model: nn.Module, batch: Batch) -> list[Said]:
     p = logits_at(model, batch.to(*place), where).float().softmax(-1)
     chances, words = (x.cpu() for x in p.topk(min(WORDS, p.shape[1])))
     own = p.gather(1, torch.cat([each.tokens for each in counted])[:, None].to(p.device))[:, 0].cpu()
-    parts = [x.split([len(each.at) for each in counted]) for x in (own, words, chances)]
+    parts = [torch.split(x, [len(each.at) for each in counted]) for x in (own, words, chances)]
     return [Said(each.at, each.tokens, each.spans, *x) for each, *x in zip(counted, *parts, strict=True)]
 
 
@@ -349,10 +348,10 @@ class Vocabulary:
         only begin as it does are left out: they may be the way to it, and would take from it. Elsewhere the text's
         own token is certain.
         """
-        begins = {}
-        for j, (start, end) in reversed(list(enumerate(said.spans))):
+        begins: dict[int, int] = {}
+        for place, (start, end) in enumerate(said.spans):
             if end > start:
-                begins[start] = j
+                begins.setdefault(start, place)
         own, index = torch.ones(len(text.at)), torch.full((len(text.at),), -1)
         left_out = torch.zeros(len(text.at), said.words.shape[1], dtype=torch.bool)
         self._learn(said.words)
@@ -376,7 +375,7 @@ class Vocabulary:
 
     def _learn(self, tokens: Tensor) -> None:
         """Find the texts of some tokens, and the target's first token of each."""
-        new = [i for i in tokens.unique().tolist() if i not in self.texts]
+        new = [i for i in sorted(set(tokens.flatten().tolist())) if i not in self.texts]
         if not new:
             return
         texts = dict(zip(new, _texts(self.source, new), strict=True))
