@@ -35,11 +35,11 @@ def choose(
         raise TaskferryError(f"no sampler '{sampler}': one of {', '.join(get_args(Sampler))}")
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
     if per_class is not None and sampler in ("half-class", "single-class"):
-        raise TaskferryError(f"the sampler '{sampler}' leaves classes out: leave --per-class out, or the sampler")
+        raise TaskferryError(f"the sampler '{sampler}' leaves classes out: leave per_class out, or the sampler")
     if sampler == "random" and per_class is None:
         return order[:n]
     if labels is None:
-        raise TaskferryError(f"the sampler '{sampler}' needs labels: use --sampler random with a number of samples")
+        raise TaskferryError(f"the sampler '{sampler}' needs labels: use sampler=random with a number of samples")
     by_class: dict[int, list[int]] = {}
     for i in order:
         by_class.setdefault(labels[i], []).append(i)

@@ -76,8 +76,8 @@ def to_device(loaded: Loaded, device: str) -> None:
         loaded.model.to(place)
     except torch.OutOfMemoryError as error:
         raise TaskferryError(
-            f"{loaded.given} does not fit on {place}: give --dtype bfloat16, or another --source-device or "
-            "--target-device, or transfer with --engine blockwise, which needs a block of each model at a time"
+            f"{loaded.given} does not fit on {place}: give --dtype bfloat16, or two devices (--device "
+            "cuda:0,cuda:1), or transfer with --engine blockwise, which needs a block of each model at a time"
         ) from error
 
 

@@ -292,7 +292,7 @@ def write_adapter(
     dtype = torch.float32 if like is None else like.dtype
     for name, delta in tau.deltas.items():
         if not isinstance(delta, LowRank) or name not in target.linear:
-            raise TaskferryError(f"an adapter cannot hold the change of {name}: write a full model (--as-model)")
+            raise TaskferryError(f"an adapter cannot hold the change of {name}: write a full model (--as model)")
         change = delta.T if name in target.transposed else delta
         path = rename(name.removesuffix(".weight"))
         tensors[f"{_PREFIX}{path}.lora_A.weight"] = change.right.to(dtype).contiguous()

@@ -97,7 +97,7 @@ def prepare(
     paired = samples.kind == "pairs"
     if samples.labels is None and settings.labels == "data" and language is None and not paired:
         raise TaskferryError(
-            f"{settings.calibration} has no column '{settings.label_column}': name it with --label-column, "
+            f"{settings.calibration} has no column '{settings.label_column}': name it with --set label_column=NAME, "
             "or let the tuned source give the labels with --labels teacher"
         )
 
@@ -239,7 +239,7 @@ def check_pairs(objective: str, labels: str = "auto") -> None:
     """Pairs of texts have one loss, and no classes."""
     if objective != "auto":
         raise TaskferryError(
-            f"the objective '{objective}' scores classes, the samples are pairs of texts: leave --objective out"
+            f"the objective '{objective}' scores classes, the samples are pairs of texts: leave objective out"
         )
     if labels == "teacher":
         raise TaskferryError("pairs of texts have no labels that a teacher could give: leave --labels teacher out")
