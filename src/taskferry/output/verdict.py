@@ -168,8 +168,12 @@ def judge(
     trained = refined is not None and refined.kept > 0
     lower = refined.better if refined is not None and trained else after < before
     on = f"{samples} {'held-out' if held_out else 'calibration'} samples"
-    loss = f"the loss on {on} went {'down' if after < before else 'UP'} from {before:.4g} to {after:.4g} {unit}"
     notes, warnings = [], []
+    if curve.helps:
+        way = "down" if after < before else "UP"
+        notes.append(f"The loss on {on} went {way} from {before:.4g} to {after:.4g} {unit}.")
+    if refined is not None:
+        notes.append(refined.sentence)
     if not curve.helps and not trained:
         state = NOT_SHOWN
         sentence = (
@@ -180,15 +184,13 @@ def judge(
         _, low, high = answers.gain
         state = HELPS if low > 0 else HARMS if high < 0 or not lower else NOT_SHOWN
         sentence = f"{LEADS[state]}: {answers.sentence}."
-        notes += [text for text in (answers.endless, f"{loss[0].upper()}{loss[1:]}.") if text]
+        notes += [answers.endless] if answers.endless else []
     else:
-        state = HELPS if lower else HARMS
-        sentence = f"{LEADS[state]}: {loss}."
-    if refined is not None:
-        notes.append(refined.sentence)
-        if trained and not refined.better:
-            warnings.append("on held-out samples the refined target is no better than the untouched one")
-    elif curve.helps and not after < before:
+        state, told = HELPS if lower else HARMS, notes.pop(-1 if trained else 0)
+        sentence = f"{LEADS[state]}: {told[0].lower()}{told[1:]}"
+    if trained and not lower:
+        warnings.append("on held-out samples the refined target is no better than the untouched one")
+    elif curve.helps and not trained and not lower:
         warnings.append(
             "the loss went UP: this makes the target worse on the samples; leave --scale out, so that a scale that "
             "helps is searched"
@@ -198,23 +200,25 @@ def judge(
     return Verdict(state, sentence, curve.best, tuple(notes), tuple(warnings), facts)
 
 
-def change_by_place(tau: TaskVector, moved: TaskVector) -> dict[str, dict[str, float]]:
+def change_by_place(tau: TaskVector, moved: TaskVector) -> dict[str, Any]:
     """Shares of ‖τ‖² that had a place in the target and that had none, by where they stand in the source's blocks.
 
-    Nothing is said of changes on disk, which would be read once more.
+    Of a method that has no parts of the source, shares of the target's change. Nothing is said of changes on disk.
     """
     rows = () if moved.coverage is None else moved.coverage.rows
     taken = {name for row in rows if row.status != "kept" for name in row.sources}
-    total = 0.0 if isinstance(tau.deltas, LazyDeltas) or not taken else tau.norm() ** 2
+    shown = tau if taken else moved
+    total = 0.0 if isinstance(shown.deltas, LazyDeltas) or not len(moved) else shown.norm() ** 2
     if not total:
         return {}
     shares: dict[str, dict[str, float]] = {"moved": {}, "stayed": {}}
-    for name, delta in tau.deltas.items():
+    for name, delta in shown.deltas.items():
         role = split_path(name)[2] or name
         place = ".".join(part for part in role.removesuffix(".weight").split(".") if not part.isdigit())
-        found = shares["moved" if name in taken else "stayed"]
+        found = shares["stayed" if taken and name not in taken else "moved"]
         found[place] = found.get(place, 0.0) + TaskVector({name: delta}).norm() ** 2 / total
-    return {kind: dict(sorted(found.items(), key=lambda item: -item[1])) for kind, found in shares.items()}
+    ordered = {kind: dict(sorted(found.items(), key=lambda item: -item[1])) for kind, found in shares.items()}
+    return {"of": "source" if taken else "target", **ordered}
 
 
 def what_moved(moved: TaskVector, scale: float) -> str:
@@ -224,7 +228,7 @@ def what_moved(moved: TaskVector, scale: float) -> str:
     return f"{share} moved at scale {scale:.3g}."
 
 
-def stayed_behind(change: Mapping[str, Mapping[str, float]]) -> list[str]:
+def stayed_behind(change: Mapping[str, Any]) -> list[str]:
     """A sentence where half a per cent of the change or more found no place; a count of parameters would hide it."""
     stayed = change.get("stayed", {})
     if sum(stayed.values()) < 0.005:
