@@ -2,7 +2,7 @@
 
     python .ci/five_minutes.py [--limit 300] [--cpu]
 
-Every line of its shell blocks is run by one shell, in order. Only `pip install .` is turned into the install of a wheel,
+Every line of its shell blocks is run by one shell, in order. Only `pip install .` becomes the install of a wheel,
 built from this checkout first; that build and what pip fetches over the network count as well.
 Fails where a command fails, where all of it takes longer than the limit, or where the loss does not fall. With `--cpu`
 the limit is of CPU-seconds: a machine that others use too says little by its clock.

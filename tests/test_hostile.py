@@ -21,7 +21,7 @@ from taskferry.alignment import FORMAT as ALIGNMENT
 from taskferry.cli.terminal import plain
 from taskferry.config import TransferSettings, load_settings, read_yaml
 from taskferry.data.bounds import MOST_LINE
-from taskferry.data.data import load_samples, picture
+from taskferry.data.samples import load_samples, picture
 from taskferry.disk.files import HEADER, write_safetensors
 from taskferry.errors import TaskferryError
 from taskferry.output.card import write_card

@@ -44,7 +44,7 @@ from taskferry.opening import Opened, Reporter, opened
 from taskferry.output.record import Result, make_record, write_record
 from taskferry.output.verdict import FEW, HARMS, Verdict, change_by_place, judge, stayed_behind, what_moved
 from taskferry.output.write import FORMS, Target, check_written, form_of, rank_of, remarks, truncate, write_form
-from taskferry.source import SourceLosses, source_losses, with_base
+from taskferry.source import SourceLosses, resolved, source_losses, with_base
 from taskferry.taskvector import TaskVector, match_names
 
 GENERATED = "All of this is on samples that the tuned source wrote, which is no evidence on real ones: evaluate it."
@@ -102,7 +102,7 @@ def transfer(
             raise TaskferryError(f"nothing of {config.source_tuned} moved: {why}")
         change, cut = truncate(moved.tau, form, config.rank, models.tuned.adapter)
         change, curve = _scaled(config, job, moved, change, models)
-        answers = models.answers(change, reporter)
+        answers = models.answers(change, reporter) if curve.helps else None
         verdict = judge(
             curve, job.pair.objectives[1].unit, samples=job.judging.samples, held_out=models.held_out is not None,
             answers=answers,
@@ -136,7 +136,7 @@ def transfer(
             head=head,
             placement=models.pair.placement(),
             form=form,
-            rank=rank_of(change),
+            rank=rank_of(change) if form == "lora" else None,
             seconds=round(time.perf_counter() - started, 1),
             **cut,
         )
@@ -172,7 +172,7 @@ def _first_lines(config: TransferSettings, named: bool) -> dict[str, str]:
     lines["method"] = " ".join([config.method, *(f"{name}={value}" for name, value in config.set.items())])
     if config.engine == "blockwise":
         lines["method"] += ", one block of each model at a time"
-    adapter = is_adapter(Path(resolve(config.source_tuned)))
+    adapter = is_adapter(Path(resolved("source_tuned", config.source_tuned)))
     lines["output"] = f"{FORMS[config.as_ or ('lora' if adapter else 'model')]} in {config.out}"
     return lines
 
@@ -210,7 +210,7 @@ def _scaled(
 ) -> tuple[TaskVector, ScaleCurve]:
     """The change at the scale that is given, or that helps most on held-out samples; with the losses, in their unit.
 
-    Where nothing helps the change is zero, or, by force, as it is.
+    Where no scale helps it is 0, or 1 by force.
     """
     if config.scale != "auto":
         scales = list(dict.fromkeys((0.0, float(config.scale))))
@@ -227,7 +227,9 @@ def _scaled(
         after = job.losses(change, [half])[0]
         points = tuple(sorted({**dict(curve.points), half: after}.items()))
         curve = ScaleCurve(points, half if after < curve.loss(0.0) else 0.0)
-    factor = curve.best or float(config.force)
+    if config.force and not curve.helps and not config.refine:
+        curve = replace(curve, best=1.0)
+    factor = curve.best
     units = job.judging.samples / max(1, job.pair.objectives[1].units(job.target, job.judging.side(1)))
     return change if factor == 1 else factor * change, curve.times(units)  # per token of a language model
 

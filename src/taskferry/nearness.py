@@ -18,9 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from taskferry.errors import TaskferryError
-from taskferry.models.adapter_config import read_config
-from taskferry.models.adapters import TIED, Skeleton, is_adapter, read_adapter
-from taskferry.models.folders import tensor_files
+from taskferry.models.peft import TIED, Skeleton, is_adapter, read_adapter, read_config
+from taskferry.models.states import tensor_files
 
 MAPPED, PART = 2**23, 2**18  # numbers of a tensor that are mapped at once, and that are compared at once
 # Rounding to 4 bits moves weights by about a tenth and leaves a model that works; independent trainings of one shape

@@ -36,7 +36,7 @@ from taskferry.objectives.heads import has_text_tower
 from taskferry.objectives.objectives import Classifier
 from taskferry.objectives.preparation import Prepared, check_samples, prepare
 from taskferry.output.verdict import HeldOutAnswers, held_out_answers
-from taskferry.source import base_doubts
+from taskferry.source import base_doubts, resolved
 from taskferry.taskvector import TaskVector
 
 Both = TransferSettings | FitSettings
@@ -123,7 +123,7 @@ def opened(config: Both, out: Path, data: Any, reporter: Reporter, *, trial: boo
     A `trial` generates no more samples than are needed to estimate.
     """
     given = {name: getattr(config, name) for name in ("source_base", "source_tuned", "target_base")}
-    found = {name: _resolved(name, value) for name, value in given.items() if value is not None}
+    found = {name: resolved(name, value) for name, value in given.items() if value is not None}
     inputs = Inputs(**found, **({} if data is not None else config.data))
     doubts = tuple(base_doubts(config, found))
     for doubt in doubts:
@@ -150,14 +150,6 @@ def _room(blockwise: bool) -> Iterator[None]:
         other = "" if blockwise else ", --dtype bfloat16, or --engine blockwise"
         less = f"a smaller micro_batch{other}"
         raise TaskferryError(f"the memory of the device does not hold this: give {less}") from error
-
-
-def _resolved(name: str, given: str) -> str:
-    """Where it lies; a mistake names its option."""
-    try:
-        return resolve(given)
-    except TaskferryError as error:
-        raise TaskferryError(f"--{name.replace('_', '-')}: {error}") from error
 
 
 def _samples(config: Both, data: Any, source: str, reporter: Reporter) -> Samples:

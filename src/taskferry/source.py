@@ -41,7 +41,7 @@ def with_base(config: C) -> C:
     given = config.source_tuned
     if given is None:
         raise TaskferryError(f"{missing}: {needed}")
-    folder = Path(resolve(given))
+    folder = Path(resolved("source_tuned", given))
     if not is_adapter(folder):
         raise TaskferryError(f"{missing}: {given} is no adapter, whose {CONFIG} would name it; {needed}")
     named = base_of(folder)
@@ -54,6 +54,14 @@ def with_base(config: C) -> C:
     except TaskferryError as error:
         raise TaskferryError(f"{missing}: {given} names {named}, which is not here ({error}); {needed}") from error
     return config.model_copy(update={"source_base": named})
+
+
+def resolved(name: str, given: str) -> str:
+    """Where a model lies; a mistake names its option."""
+    try:
+        return resolve(given)
+    except TaskferryError as error:
+        raise TaskferryError(f"--{name.replace('_', '-')}: {error}") from error
 
 
 def base_of(folder: Path) -> str | None:

@@ -91,19 +91,6 @@ def test_openclip_folders(tmp_path: Path) -> None:
     assert foreign["calibration"]["labels"] == "from the tuned source (teacher)"
     assert foreign["calibration"]["samples"] == 9
     assert foreign["verdict"]["moved"] == ran.json["verdict"]["moved"]
-    near = taskferry(
-        "fit",
-        *given,
-        *data[:2],
-        "--sampler",
-        "centroid-near",
-        "--samples",
-        9,
-        "--out",
-        tmp_path / "x.alignment",
-        "--json",
-    )
-    assert near.json["provenance"]["calibration"]["samples"] == 9
     name = taskferry("inspect", f"openclip:ViT-B-32:{tmp_path / 'absent.pt'}", code=2)
     assert "does not exist" in name.err
 

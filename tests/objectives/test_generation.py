@@ -233,7 +233,7 @@ def test_texts_that_say_nothing_are_drawn_again(models: Models, monkeypatch: pyt
     says("", "one two three", "  ", "four five six")
     assert [row["text"] for row in drawn(models, samples=9).samples.rows[:2]] == ["one two three", "four five six"]
     says("", " \n ")
-    with pytest.raises(TaskferryError, match=r"wrote 0 texts that say something.*raise --temperature"):
+    with pytest.raises(TaskferryError, match=r"wrote 0 texts that say something.*raise temperature"):
         drawn(models)
     says("always the same")
     with pytest.raises(TaskferryError, match="1 that differ"):

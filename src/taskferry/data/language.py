@@ -123,7 +123,7 @@ def language_calibration(
             told = f"the sample '{text[:60]}…'" if text.strip() else "a sample that is blank"
             raise TaskferryError(
                 f"{told}: nothing of its answer fits in {max_length} tokens: leave blank answers out, or raise "
-                "--max-length (max_length)"
+                "max_length"
             )
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         return Batch(inputs, None, tuple(chosen), {"tokens": spans})

@@ -86,7 +86,7 @@ def choose(
     if sampler == "random" and per_class is None:
         return order[:n]
     if labels is None:
-        raise TaskferryError("samples of each class need labels: use --sampler random with a number of samples")
+        raise TaskferryError("samples of each class need labels: use sampler=random with a number of samples")
     by_class: dict[int, list[int]] = {}
     for i in order:
         by_class.setdefault(labels[i], []).append(i)

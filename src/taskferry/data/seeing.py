@@ -118,9 +118,7 @@ def _offsets(tokenizer: Any, text: str, places: Sequence[Place], ids: Tensor, mo
     plain = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     alone = plain["input_ids"]
     if len(alone) > most:
-        raise TaskferryError(
-            f"sample {number} has {len(alone)} tokens of text, {most} are the most: raise --max-length"
-        )
+        raise TaskferryError(f"sample {number} has {len(alone)} tokens of text, {most} are the most: raise max_length")
     offsets = torch.tensor(plain["offset_mapping"], dtype=torch.long).reshape(-1, 2)
     found = torch.zeros(len(ids), 2, dtype=torch.long)
     there = torch.zeros(len(alone), dtype=torch.bool)

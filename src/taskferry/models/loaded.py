@@ -57,8 +57,8 @@ class Loaded:
             self.model.to(place)
         except torch.OutOfMemoryError as error:
             raise TaskferryError(
-                f"{self.given} does not fit on {place}: give --dtype bfloat16, or another --source-device or "
-                "--target-device, or transfer with --engine blockwise, which needs a block of each model at a time"
+                f"{self.given} does not fit on {place}: give --dtype bfloat16, or two devices "
+                "(--device cuda:0,cuda:1), or transfer with --engine blockwise: it needs a block of each at a time"
             ) from error
         return self
 

@@ -44,7 +44,7 @@ _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 _NUMBER = re.compile(r"\.\d+\.")
 _REBASING = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that rewrite the base
-_TIED = ("lm_head", "embed_out")  # heads that many bases give the weights of their embedding
+TIED = ("lm_head", "embed_out")  # heads that many bases give the weights of their embedding
 _HEADS = ("classifier", "score")  # saved by PEFT of every classifier
 # Settings that are read, refused or reported below, and settings that leave the change as it is, whatever their value.
 # Any other may change what an adapter computes, as PEFT adds one with every new kind of LoRA.
@@ -292,7 +292,7 @@ def write_adapter(
     dtype = torch.float32 if like is None else like.dtype
     for name, delta in tau.deltas.items():
         if not isinstance(delta, LowRank) or name not in target.linear:
-            raise TaskferryError(f"an adapter cannot hold the change of {name}: write a full model (--as-model)")
+            raise TaskferryError(f"an adapter cannot hold the change of {name}: write a full model (--as model)")
         change = delta.T if name in target.transposed else delta
         path = rename(name.removesuffix(".weight"))
         tensors[f"{_PREFIX}{path}.lora_A.weight"] = change.right.to(dtype).contiguous()
@@ -379,7 +379,7 @@ def _matched(folder: Path, factors: Mapping[str, Any], base: Skeleton) -> dict[s
             with suppress(TaskferryError):
                 return found(base.older)
         lost = [m for m in factors if not any(alike(f"{m}.weight", name) for name in base.parameters)] or list(factors)
-        if all(module.rpartition(".")[2] in _TIED for module in lost):
+        if all(module.rpartition(".")[2] in TIED for module in lost):
             raise TaskferryError(
                 f"{folder} changes {lost[0]}, which its base has no weight for (it shares that of the embedding): "
                 "train the adapter without it"

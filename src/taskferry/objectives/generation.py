@@ -219,7 +219,7 @@ def _different(rows: Sequence[Row]) -> int:
 def _too_few(who: str, rows: Sequence[Row], wanted: int) -> TaskferryError:
     return TaskferryError(
         f"{who} wrote {len(rows)} texts that say something and {_different(rows)} that differ, where {wanted} are "
-        "needed: raise --temperature or --max-length, or give samples of your own with --calibration"
+        "needed: raise temperature or max_length (--set), or give samples of your own with --calibration"
     )
 
 
@@ -252,15 +252,15 @@ def _kind(settings: GenerationSettings, source: Loaded, target: Loaded) -> tuple
         if language == "sequence":
             raise TaskferryError(
                 f"--calibration generate: {source.given} answers what it reads: give a file with the column prompt "
-                "with --prompts"
+                "with --set prompts=FILE"
             )
         return ("text" if settings.prompts == FREE else "messages" if len(chats) == 2 else "prompt"), ()
     prompts = load_samples(settings.prompts)
     if prompts.kind not in ("prompt", "messages") or (prompts.kind == "messages" and language == "sequence"):
-        raise TaskferryError(f"--prompts: {settings.prompts} has {prompts.kind} rows: the column prompt is needed")
+        raise TaskferryError(f"prompts: {settings.prompts} has {prompts.kind} rows: the column prompt is needed")
     if prompts.kind == "messages" and len(chats) < 2:
         raise TaskferryError(
-            f"--prompts: {settings.prompts} has messages, but a model's tokenizer has no chat template: give the "
+            f"prompts: {settings.prompts} has messages, but a model's tokenizer has no chat template: give the "
             "column prompt"
         )
     wanted = str if prompts.kind == "prompt" else list
@@ -268,7 +268,7 @@ def _kind(settings: GenerationSettings, source: Loaded, target: Loaded) -> tuple
         i for i, row in enumerate(prompts.rows, 1) if not (row[prompts.kind] and isinstance(row[prompts.kind], wanted))
     ]
     if blank:
-        raise TaskferryError(f"--prompts: row {blank[0]} of {settings.prompts} has no {prompts.kind}: leave it out")
+        raise TaskferryError(f"prompts: row {blank[0]} of {settings.prompts} has no {prompts.kind}: leave it out")
     return prompts.kind, prompts.rows
 
 
@@ -283,7 +283,7 @@ def _around(tokenizer: Any, messages: Sequence[Mapping[str, Any]], role: str) ->
     text = templated(tokenizer, [*messages, {"role": role, "content": MARK}])
     before, found, behind = text.partition(MARK)
     if not found:
-        raise TaskferryError(f"the chat template of the source drops the message of a {role}: give --prompts a file")
+        raise TaskferryError(f"the chat template of the source drops the message of a {role}: set prompts to a file")
     return before, behind
 
 

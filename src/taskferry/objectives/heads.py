@@ -105,7 +105,7 @@ def own_head(loaded: Loaded, samples: Samples, rest: Sequence[str] = ()) -> Head
     if lost and has_own_head(loaded.model):
         raise TaskferryError(
             f"{loaded.given} has no trained head: {lost[0]} is in none of its files, so that it would score by "
-            "chance; give --objective probe, or a model with its head"
+            "chance; give objective=probe, or a model with its head"
         )
     names = class_names(loaded.model)
     order = order_of(names, class_count(loaded.model), samples, loaded.given, rest)

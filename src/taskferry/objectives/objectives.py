@@ -107,7 +107,7 @@ class Head(Classifier):
             if found.ndim != 2:
                 raise TaskferryError(
                     f"the head of a {type(model).__name__} gives {list(found.shape)} for {len(batch)} samples, not one "
-                    "score for each class: give another objective, such as --objective prototypes"
+                    "score for each class: give another objective, such as objective=prototypes"
                 )
             return found[:, list(self.order)] if self.order else found
 

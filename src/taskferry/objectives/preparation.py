@@ -98,8 +98,8 @@ def prepare(
         return Prepared(calibration, both, tuple(indices), "the pairs themselves", longest)
     if samples.labels is None and settings.labels == "data":
         raise TaskferryError(
-            f"{samples.source} has no column '{settings.label_column}': name it with --label-column, or let the tuned "
-            "source give the labels with --labels teacher"
+            f"{samples.source} has no column '{settings.label_column}': name it with --set label_column=NAME, "
+            "or let the tuned source give the labels with --labels teacher"
         )
     calibration = encoder_calibration(chosen, source, target, **lengths)
     origin = "from the data"
@@ -147,7 +147,7 @@ def check_pairs(objective: str, labels: str = "auto") -> None:
     """Refuse other losses, and classes, for pairs of texts."""
     if objective != "auto":
         raise TaskferryError(
-            f"the objective '{objective}' scores classes, the samples are pairs of texts: leave --objective out"
+            f"the objective '{objective}' scores classes, the samples are pairs of texts: leave objective out"
         )
     if labels == "teacher":
         raise TaskferryError("pairs of texts have no labels that a teacher could give: leave --labels teacher out")

@@ -24,7 +24,7 @@ def write_card(folder: Path, record: Mapping[str, Any], *, adapter: bool) -> Non
     ]
     if verdict.get("state"):
         facts.insert(0, f"verdict: {verdict['state']}")
-    if change := verdict.get("change"):
+    if (change := verdict.get("change")) and change["of"] == "source":
         facts.append(f"share of the change (‖τ‖²) that had a place to move to: {sum(change['moved'].values()):.0%}")
     parts = [f"# {'A LoRA adapter' if adapter else 'A model'} moved with taskferry", _shown(verdict["sentence"])]
     parts += [f"> **Warning:** {_shown(text)}" for text in verdict.get("warnings", ())]

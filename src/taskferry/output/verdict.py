@@ -155,8 +155,9 @@ def judge(
     before, after = curve.loss(0.0), curve.loss(curve.best)
     lower = after < before
     on = f"{samples} {'held-out' if held_out else 'calibration'} samples"
-    loss = f"the loss on {on} went {'down' if after < before else 'UP'} from {before:.4g} to {after:.4g} {unit}"
     notes, warnings = [], []
+    way = "down" if lower else "UP"
+    loss = f"the loss on {on} went {way} from {before:.4g} to {after:.4g} {unit}"
     if not curve.helps:
         state = NOT_SHOWN
         sentence = (
@@ -181,23 +182,25 @@ def judge(
     return Verdict(state, sentence, curve.best, tuple(notes), tuple(warnings), facts)
 
 
-def change_by_place(tau: TaskVector, moved: TaskVector) -> dict[str, dict[str, float]]:
+def change_by_place(tau: TaskVector, moved: TaskVector) -> dict[str, Any]:
     """Shares of ‖τ‖² that had a place in the target and that had none, by where they stand in the source's blocks.
 
-    Nothing is said of changes on disk, which would be read once more.
+    Of a method that has no parts of the source, shares of the target's change. Nothing is said of changes on disk.
     """
     rows = () if moved.coverage is None else moved.coverage.rows
     taken = {name for row in rows if row.status != "kept" for name in row.sources}
-    total = 0.0 if isinstance(tau.deltas, LazyDeltas) or not taken else tau.norm() ** 2
+    shown = tau if taken else moved
+    total = 0.0 if isinstance(shown.deltas, LazyDeltas) or not len(moved) else shown.norm() ** 2
     if not total:
         return {}
     shares: dict[str, dict[str, float]] = {"moved": {}, "stayed": {}}
-    for name, delta in tau.deltas.items():
+    for name, delta in shown.deltas.items():
         role = split_path(name)[2] or name
         place = ".".join(part for part in role.removesuffix(".weight").split(".") if not part.isdigit())
-        found = shares["moved" if name in taken else "stayed"]
+        found = shares["stayed" if taken and name not in taken else "moved"]
         found[place] = found.get(place, 0.0) + TaskVector({name: delta}).norm() ** 2 / total
-    return {kind: dict(sorted(found.items(), key=lambda item: -item[1])) for kind, found in shares.items()}
+    ordered = {kind: dict(sorted(found.items(), key=lambda item: -item[1])) for kind, found in shares.items()}
+    return {"of": "source" if taken else "target", **ordered}
 
 
 def what_moved(moved: TaskVector, scale: float) -> str:
@@ -207,7 +210,7 @@ def what_moved(moved: TaskVector, scale: float) -> str:
     return f"{share} moved at scale {scale:.3g}."
 
 
-def stayed_behind(change: Mapping[str, Mapping[str, float]]) -> list[str]:
+def stayed_behind(change: Mapping[str, Any]) -> list[str]:
     """A sentence where half a per cent of the change or more found no place; a count of parameters would hide it."""
     stayed = change.get("stayed", {})
     if sum(stayed.values()) < 0.005:
