@@ -1,4 +1,4 @@
-"""A rough estimate of a transfer: sizes from the shapes of the models, time from one micro-batch.
+"""A rough estimate of a transfer: sizes from the shapes of the models, time from one micro-batch or a product.
 
 >>> estimate(pair, pairs, source_passes=3, target_passes=6)
 Estimate(pairs=42, layers=43, weights_bytes=…, memory_bytes=…, seconds=…)
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from taskferry.collect.device import frozen, place_of
 from taskferry.data.batch import Batch
@@ -43,55 +42,39 @@ def estimate(
     pair: ModelPair, pairs: Sequence[Pair], *, source_passes: float, target_passes: float, maps: bool = True
 ) -> Estimate:
     """Estimate a run that takes so many forward passes over all samples (one with gradients counts as three)."""
+    A = torch.ones(512, 512)
+    started = time.perf_counter()
+    A @ A
+    products = 512**3 / (time.perf_counter() - started)  # multiply-adds a second
     widths = [(p.source.shape[side], p.target.shape[side]) for p in pairs for side in (0, 1)] if maps else []
     sums = 4 * sum(a * b for a, b in widths)
-    passes = (source_passes, target_passes)
-    if isinstance(pair, BlockPair):
-        weights = [lazy.precision.itemsize * sum(map(math.prod, lazy.shapes.values())) for lazy in pair.lazy]
-        blocks = [max(1, len(block_paths(sites))) for sites in (pair.source_sites, pair.target_sites)]
-        held = [size // count for size, count in zip(weights, blocks, strict=True)]
-        memory = sum(held) + sums // blocks[1]
-        speed = EFFICIENCY * _products_a_second()
-        tokens = sum(_size(batch) for batch in pair.calibration.side(1))
-        seconds = sum(
-            count * (tokens * size / lazy.precision.itemsize / speed + size / READING)
-            for count, size, lazy in zip(passes, weights, pair.lazy, strict=True)
-        )
-    else:
-        models = (pair.source, pair.target)
-        weights = [sum(p.numel() * p.element_size() for p in model.parameters()) for model in models]
-        memory = sum(weights) + min(sums, pair.work.sums_memory)
-        seconds = sum(
-            count * _seconds_of_a_pass(model, pair.calibration.side(side))
-            for side, (count, model) in enumerate(zip(passes, models, strict=True))
-        )
-    if widths:
-        work = sum(SOLVING * min(a, b) ** 2 * max(a, b) for a, b in widths)
-        seconds += work / _products_a_second()
-    return Estimate(len(pairs), len(pair.target_sites), sum(weights), memory, round(seconds, 1))
-
-
-def _seconds_of_a_pass(model: nn.Module, batches: Sequence[Batch]) -> float:
-    """A forward pass over all samples, from a micro-batch of them."""
-    loss, first = ForwardOnly().bind(model, ()), batches[0].to(*place_of(model))
-    with torch.no_grad(), frozen(model):
-        started = time.perf_counter()
-        loss(first)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-    return seconds * sum(map(_size, batches)) / _size(first)
+    seconds = sum(SOLVING * min(a, b) ** 2 * max(a, b) for a, b in widths) / products
+    weights, memory = 0, 0
+    for side, passes in enumerate((source_passes, target_passes)):
+        batches = pair.calibration.side(side)
+        if isinstance(pair, BlockPair):
+            lazy, sites = pair.lazy[side], (pair.source_sites, pair.target_sites)[side]
+            numbers = sum(map(math.prod, lazy.shapes.values()))
+            own = lazy.precision.itemsize * numbers
+            memory += own // max(1, len(block_paths(sites)))
+            seconds += passes * (sum(map(_size, batches)) * numbers / (EFFICIENCY * products) + own / READING)
+        else:
+            model = (pair.source, pair.target)[side]
+            own = sum(p.numel() * p.element_size() for p in model.parameters())
+            memory += own
+            loss, first = ForwardOnly().bind(model, ()), batches[0].to(*place_of(model))
+            with torch.no_grad(), frozen(model):
+                started = time.perf_counter()
+                loss(first)
+                took = time.perf_counter() - started
+            seconds += passes * took * sum(map(_size, batches)) / _size(first)
+        weights += own
+    return Estimate(
+        len(pairs), len(pair.target_sites), weights, memory + min(sums, pair.work.sums_memory), round(seconds, 1)
+    )
 
 
 def _size(batch: Batch) -> int:
     """Tokens with their padding, or samples of one size: what a pass costs in proportion to."""
     ids = batch.inputs.get("input_ids")
     return len(batch) if ids is None else ids.numel()
-
-
-def _products_a_second() -> float:
-    """Multiply-adds a second in a product of matrices."""
-    A = torch.ones(512, 512)
-    started = time.perf_counter()
-    A @ A
-    return 512**3 / (time.perf_counter() - started)
