@@ -227,7 +227,7 @@ def _scaled(
         after = job.losses(change, [half])[0]
         points = tuple(sorted({**dict(curve.points), half: after}.items()))
         curve = ScaleCurve(points, half if after < curve.loss(0.0) else 0.0)
-    if config.force and not curve.helps and not config.refine:
+    if config.force and not curve.helps:
         curve = replace(curve, best=1.0)
     factor = curve.best
     units = job.judging.samples / max(1, job.pair.objectives[1].units(job.target, job.judging.side(1)))

@@ -194,7 +194,7 @@ def _in_memory(
 
 def _split(config: Both, calibration: Calibration) -> tuple[Calibration, Calibration | None]:
     """Samples that make the change, and others that judge it; all make it where nothing is judged."""
-    if isinstance(config, TransferSettings) and (config.scale == "auto" or config.refine):
+    if isinstance(config, TransferSettings) and config.scale == "auto":
         return calibration.split(config.seed)
     return calibration, None
 

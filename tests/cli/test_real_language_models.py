@@ -38,8 +38,8 @@ def test_all_seven_projections_move(source: str, target: str, tmp_path: Path) ->
     rows = [{"prompt": asked, "completion": f" {i // 4 + i % 4}"} for i, asked in enumerate(ASKED)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     taskferry("transfer", "--source-base", REAL / source, "--source-tuned", lora, "--target-base", REAL / target,
-              "--calibration", data, "--samples", 16, "--set", "max_length=48", "--effort", "fast", "--scale", 0.1,
-              "--force", "--out", tmp_path / "moved")  # fmt: skip
+              "--calibration", data, "--samples", 16, "--set", "max_length=48", "--method", "bico",
+              "--scale", 0.1, "--force", "--out", tmp_path / "moved")  # fmt: skip
     record = json.loads((tmp_path / "moved" / "taskferry.json").read_text(encoding="utf-8"))
     depths = [transformers.AutoConfig.from_pretrained(REAL / name).num_hidden_layers for name in (source, target)]
     depth = depths[1]
@@ -47,7 +47,7 @@ def test_all_seven_projections_move(source: str, target: str, tmp_path: Path) ->
     assert len(moved) == 7 * depth
     assert {name.split(".")[-2] for name in moved} == set(PROJECTIONS)
     # A target with fewer blocks takes the changes of as many of the source's, and the verdict says so.
-    assert record["verdict"]["energy"]["moved"] == pytest.approx(min(1.0, depth / depths[0]), abs=0.02)
+    assert sum(record["verdict"]["change"]["moved"].values()) == pytest.approx(min(1.0, depth / depths[0]), abs=0.02)
     model = transformers.AutoModelForCausalLM.from_pretrained(REAL / target)
     loaded = peft.PeftModel.from_pretrained(model, tmp_path / "moved")
     assert sum("lora_B" in name for name, _ in loaded.named_parameters()) == 7 * depth
