@@ -62,7 +62,6 @@ def test_set_takes_settings_of_the_run_and_of_the_method(tmp_path: Path) -> None
     [
         ({"rank": 4, "as_": "model"}, "rank is of a LoRA"),
         ({"dtype": "bfloat16"}, "distil trains, which needs weights in float32"),
-        ({"scale": 2.0}, "distil finds the size of its change itself"),
         ({"engine": "blockwise", "labels": "teacher"}, "--labels teacher needs whole"),
         ({"engine": "blockwise", "calibration": "generate"}, "--calibration generate needs whole models"),
         ({"set": ["temperature=2"]}, "temperature is of generated samples"),

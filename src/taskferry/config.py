@@ -20,7 +20,7 @@ from taskferry.errors import MissingSettings, TaskferryError, first_line
 S = TypeVar("S", bound="Settings")
 DEFAULT_METHOD = "distil"
 BLOCK_METHOD = "bico"  # of maps: one block of each model at a time, and what `fit` saves
-LEARNING = ("distil", "natural")  # methods that ask the tuned source, and find the size of their change
+LEARNING = ("distil", "natural")  # methods that ask the tuned source
 PAPER: dict[str, Any] = {"method": "bico", "set": {"map_rank": "full"}, "scale": 1.0}  # what --paper fixes
 MOST_YAML = 2**20  # bytes
 Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -195,8 +195,6 @@ class TransferSettings(PairSettings):
             wrong.append(f"rank is of a LoRA: leave it out, or --as {self.as_}")
         if self.method == "distil" and self.dtype != "float32":
             wrong.append("distil trains, which needs weights in float32: leave dtype out, or --method natural")
-        if self.method in LEARNING and self.scale != "auto":
-            wrong.append(f"{self.method} finds the size of its change itself: leave scale out")
         if self.engine == "blockwise":
             asked = {
                 "--labels teacher": self.labels == "teacher",

@@ -91,7 +91,9 @@ def cells(
     found = {}
     for engine in ENGINES:
         out = folder / engine
-        ran = taskferry("transfer", *words, "--scale", 1, "--force", "--engine", engine, "--out", out, code=None)
+        ran = taskferry(
+            "transfer", *words, "--method", "bico", "--scale", 1, "--force", "--engine", engine, "--out", out, code=None
+        )
         assert out.exists() == (ran.code == 0)
         found[engine] = sentence(ran) if ran.code else as_predicted(Alignment.load(fitted), tuned, A, B, out, loader)
     assert (made.code == 0) == found["whole"].startswith("works"), made.err

@@ -177,7 +177,7 @@ def words(pair: dict[str, Any]) -> list[str]:
 
 def test_a_lora_stays_a_lora_of_its_rank_that_peft_loads(pair: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    taskferry("transfer", *words(pair), "--samples", 12, "--scale", 1, "--refine", 4, "--set", "refine_rate=0.01",
+    taskferry("transfer", *words(pair), "--samples", 12, "--method", "bico", "--scale", 1, "--refine", 4, "--set", "refine_rate=0.01",
               "--force", "--out", out)  # fmt: skip
     record = json.loads((out / "taskferry.json").read_text())
     assert record["refined"]["kept"] > 0
@@ -191,7 +191,7 @@ def test_a_lora_stays_a_lora_of_its_rank_that_peft_loads(pair: dict[str, Any], t
     assert ranks == {3}
     assert json.loads((out / "adapter_config.json").read_text())["r"] == 3
     plain = tmp_path / "plain"
-    taskferry("transfer", *words(pair), "--samples", 12, "--scale", 1, "--force", "--out", plain)
+    taskferry("transfer", *words(pair), "--samples", 12, "--method", "bico", "--scale", 1, "--force", "--out", plain)
     mine, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (out, plain))
     assert mine.keys() == theirs.keys()
     assert any(not torch.equal(mine[key], theirs[key]) for key in mine)
