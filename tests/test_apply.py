@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers import folders
-from tests.helpers.command import taskferry
+from tests.helpers.command import MAPS, taskferry
 from tests.helpers.tiny import hf
 
 transformers = pytest.importorskip("transformers")
@@ -53,7 +53,7 @@ def test_a_lora_moves_to_fewer_blocks(made: Any, trained: dict[str, Any], tmp_pa
             tmp_path / "texts.jsonl", "--samples", 6, "--method", "bico"]  # fmt: skip
     taskferry("fit", *pair, "--out", tmp_path / "maps")
     taskferry("apply", tmp_path / "maps", tmp_path / "lora", "--out", tmp_path / "applied")
-    taskferry("transfer", *pair, "--source-tuned", tmp_path / "lora", "--method", "bico", "--scale", 1, "--force", "--out",
+    taskferry("transfer", *pair, "--source-tuned", tmp_path / "lora", *MAPS, "--force", "--out",
               tmp_path / "moved")  # fmt: skip
     config = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("applied", "moved")]
     assert config[0]["target_modules"] == config[1]["target_modules"]

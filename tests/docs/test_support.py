@@ -22,7 +22,7 @@ from taskferry import Alignment
 from taskferry.models import load_model, load_tuned
 from tests.helpers import folders, quantised
 from tests.helpers.classes import CLASSES, Class
-from tests.helpers.command import Ran, taskferry
+from tests.helpers.command import MAPS, Ran, taskferry
 from tests.helpers.often import often
 
 peft = pytest.importorskip("peft")
@@ -91,9 +91,7 @@ def cells(
     found = {}
     for engine in ENGINES:
         out = folder / engine
-        ran = taskferry(
-            "transfer", *words, "--method", "bico", "--scale", 1, "--force", "--engine", engine, "--out", out, code=None
-        )
+        ran = taskferry("transfer", *words, *MAPS, "--force", "--engine", engine, "--out", out, code=None)
         assert out.exists() == (ran.code == 0)
         found[engine] = sentence(ran) if ran.code else as_predicted(Alignment.load(fitted), tuned, A, B, out, loader)
     assert (made.code == 0) == found["whole"].startswith("works"), made.err

@@ -25,6 +25,9 @@ class Ran:
         return json.loads(self.out)
 
 
+MAPS = ("--method", "bico", "--scale", 1)  # a move without held-out samples and training: quick, and exact
+
+
 def taskferry(*arguments: object, code: int | None = 0, cwd: Path | None = None, **environment: str) -> Ran:
     """Run `taskferry …` and expect an exit code, or any (None): in a fork of a warm process, or in a new one.
 
