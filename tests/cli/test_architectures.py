@@ -30,7 +30,7 @@ def saved(tiny: Tiny, width: int, depth: int, seed: int, folder: Path) -> Path:
 
 def transfer(root: Path, tuned: str, data: str, *more: object) -> Ran:
     models = ["--source-base", root / "a", "--source-tuned", root / tuned, "--target-base", root / "b"]
-    options = ["--calibration", root / data, "--samples", 8, "--scale", 1, "--force", "--json"]
+    options = ["--calibration", root / data, "--samples", 8, "--method", "bico", "--scale", 1, "--force", "--json"]
     return taskferry("transfer", *models, *options, *more)
 
 

@@ -64,7 +64,8 @@ def moved(world: Path, tuned: object, out: Path, *more: object, source: str = "m
           code: int = 0, **environment: str) -> Ran:  # fmt: skip
     return taskferry("transfer", "--source-base", world / source, "--source-tuned", tuned, "--target-base",
                      world / target, "--calibration", world / "texts.jsonl", "--samples", 6, "--method", "bico",
-                     "--set", "max_length=16", "--scale", 1, "--force", "--out", out, *more, code=code,
+                     "--set", "max_length=16", "--method", "bico",
+                             "--scale", 1, "--force", "--out", out, *more, code=code,
                      **environment)  # fmt: skip
 
 

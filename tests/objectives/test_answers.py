@@ -163,7 +163,7 @@ def test_evaluate_and_the_verdict_say_them(tmp_path: Path) -> None:
     assert "exact answers" in shown
     assert "stopped" in shown
     given = ["transfer", "--source-base", base, "--source-tuned", tmp_path / "lora", "--target-base", other,
-             "--calibration", data, "--scale", 1, "--force"]  # fmt: skip
+             "--calibration", data, "--method", "bico", "--scale", 1, "--force"]  # fmt: skip
     out = tmp_path / "out"
     ran = taskferry(*given, "--out", out)
     answers = json.loads((out / "taskferry.json").read_text())["verdict"]["answers"]

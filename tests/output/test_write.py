@@ -69,7 +69,8 @@ def test_the_check_of_an_output_sees_a_small_error(world: Path, tmp_path: Path) 
 def test_the_verdict_is_that_of_what_is_written(world: Path, tmp_path: Path) -> None:
     """Cut to rank 1 before the scale is chosen: the loss in the record is the written LoRA's."""
     ran = taskferry("transfer", "--source-base", world / "bert", "--source-tuned", world / "tuned", "--target-base",
-                    world / "wide", "--calibration", world / "texts.jsonl", "--samples", 12, "--scale", 1, "--as",
+                    world / "wide", "--calibration", world / "texts.jsonl", "--samples", 12, "--method", "bico",
+                            "--scale", 1, "--as",
                     "lora", "--rank", 1, "--out", tmp_path / "low", "--json")  # fmt: skip
     rows = [json.loads(line) for line in (world / "texts.jsonl").read_text().splitlines()]
     chosen = [rows[i] for i in ran.json["calibration"]["indices"]]
