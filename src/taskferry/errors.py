@@ -16,10 +16,6 @@ class TaskferryError(ValueError):
         super().__init__(message)
 
 
-class DoesNotHelp(TaskferryError):
-    """All is well with the inputs, but the result would make the target worse: nothing is written."""
-
-
 class MissingSettings(TaskferryError):
     """Settings of which nothing is wrong but that some are missing."""
 
@@ -31,7 +27,3 @@ class MissingSettings(TaskferryError):
 def first_line(error: Exception) -> str:
     """What a library says of its error, in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-class TaskferryWarning(UserWarning):
-    """Something that a user should know of and need not act on, in one sentence."""

@@ -269,7 +269,6 @@ def fit(config: FitSettings, *, reporter: Reporter | None = None, dry_run: bool 
 
     Raises:
         TaskferryError: Something in the inputs is wrong; the message says how to fix it.
-        DoesNotHelp: Maps made along a reference that no scale of them brings nearer.
     """
     reporter = reporter or Reporter()
     method = find(config.method)

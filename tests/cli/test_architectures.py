@@ -11,7 +11,7 @@ import torch
 from taskferry.models import Skeleton, load_model, read_adapter
 from tests.helpers import folders
 from tests.helpers.architectures import MIXED, PACKED
-from tests.helpers.command import MAPS, Ran, taskferry
+from tests.helpers.command import Ran, taskferry
 from tests.helpers.tiny import TINY, Tiny, relative
 
 transformers = pytest.importorskip("transformers")
@@ -30,7 +30,7 @@ def saved(tiny: Tiny, width: int, depth: int, seed: int, folder: Path) -> Path:
 
 def transfer(root: Path, tuned: str, data: str, *more: object) -> Ran:
     models = ["--source-base", root / "a", "--source-tuned", root / tuned, "--target-base", root / "b"]
-    options = ["--calibration", root / data, "--samples", 8, *MAPS, "--force", "--json"]
+    options = ["--calibration", root / data, "--samples", 8, "--method", "bico", "--scale", 1, "--force", "--json"]
     return taskferry("transfer", *models, *options, *more)
 
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from taskferry import Alignment, LowRank, TaskVector
 from taskferry.models import Skeleton, load_model, load_tuned, read_adapter
 from tests.helpers import folders
-from tests.helpers.command import MAPS, taskferry
+from tests.helpers.command import taskferry
 from tests.helpers.often import often
 from tests.helpers.tiny import gpt2, relative, t5
 
@@ -54,7 +54,8 @@ def pair(world: Path, source: str, target: str, tuned: str, data: str) -> list[o
 
 def test_a_lora_from_llama_to_qwen(world: Path, tmp_path: Path) -> None:
     """Other width, other depth, other family; q, v and gate only; generation runs."""
-    ran = taskferry("transfer", *pair(world, "llama", "qwen", "llama-lora", "prompts.jsonl"), *MAPS, "--force",
+    ran = taskferry("transfer", *pair(world, "llama", "qwen", "llama-lora", "prompts.jsonl"), "--method", "bico",
+            "--scale", 1, "--force",
                     "--out", tmp_path / "moved", "--json")  # fmt: skip
     assert ran.json["verdict"]["moved"] == 9
     config = json.loads((tmp_path / "moved" / "adapter_config.json").read_text())
@@ -102,7 +103,7 @@ def test_a_lora_of_a_classifier_keeps_its_prefix(world: Path, tmp_path: Path) ->
     """Trained on a model with a head, moved by the headless bases, loaded on the target with a head."""
     folders.lora(world / "head", tmp_path / "lora", ["query", "value"], task_type="SEQ_CLS")
     given = ["--source-base", world / "bert", "--source-tuned", tmp_path / "lora", "--target-base", world / "wide",
-             "--calibration", world / "texts.jsonl", *MAPS, "--json"]  # fmt: skip
+             "--calibration", world / "texts.jsonl", "--method", "bico", "--scale", 1, "--json"]  # fmt: skip
     ran = taskferry("transfer", *given, "--out", tmp_path / "moved")
     assert "classifier.weight" in ran.json["ignored"]
     target = transformers.AutoModelForSequenceClassification.from_pretrained(world / "wide", num_labels=2)
@@ -165,7 +166,7 @@ def test_shards_and_precision_are_kept(dtype: torch.dtype, world: Path, tmp_path
         "--target-base",
         tmp_path / "base",
     ]
-    taskferry("transfer", *given, "--calibration", world / "prompts.jsonl", *MAPS, "--force",
+    taskferry("transfer", *given, "--calibration", world / "prompts.jsonl", "--method", "bico", "--scale", 1, "--force",
               "--out", tmp_path / "moved")  # fmt: skip
     written = sorted((tmp_path / "moved").glob("model-*.safetensors"))
     assert len(written) == len(shards)
@@ -197,7 +198,8 @@ def test_tied_weights_stay_tied(name: str, world: Path, tmp_path: Path) -> None:
         "--target-base",
         tmp_path / "target",
     ]
-    taskferry("transfer", *given, "--calibration", world / "prompts.jsonl", *MAPS, "--set", "max_length=40",
+    taskferry("transfer", *given, "--calibration", world / "prompts.jsonl", "--method", "bico",
+            "--scale", 1, "--set", "max_length=40",
               "--force", "--out", tmp_path / "moved")  # fmt: skip
     (file,) = (tmp_path / "moved").glob("*.safetensors")
     with safe_open(file, "pt") as opened:
@@ -215,14 +217,16 @@ def test_other_forms_of_the_tuned_source(world: Path, tmp_path: Path) -> None:
     tuned = transformers.AutoModel.from_pretrained(world / "bert-full")
     torch.save({"state_dict": {f"module.{n}": p for n, p in tuned.state_dict().items()}}, tmp_path / "tuned.pt")
     given = pair(world, "bert", "wide", "bert-full", "texts.jsonl")
-    taskferry("transfer", *given, *MAPS, "--out", tmp_path / "one")
+    taskferry("transfer", *given, "--method", "bico", "--scale", 1, "--out", tmp_path / "one")
     given[3] = tmp_path / "tuned.pt"
-    taskferry("transfer", *given, *MAPS, "--out", tmp_path / "two")
+    taskferry("transfer", *given, "--method", "bico", "--scale", 1, "--out", tmp_path / "two")
     one, two = (load_model(str(tmp_path / d)).model.state_dict() for d in ("one", "two"))
     assert all(torch.allclose(one[k], two[k], atol=1e-6) for k in one)
     folders.lora(world / "bert", tmp_path / "lora", ["query"])
     given[3] = tmp_path / "lora"
-    ran = taskferry("transfer", *given, *MAPS, "--as", "model", "--out", tmp_path / "three", "--json")
+    ran = taskferry(
+        "transfer", *given, "--method", "bico", "--scale", 1, "--as", "model", "--out", tmp_path / "three", "--json"
+    )
     assert ran.json["verdict"]["moved"] == 3
     full = pair(world, "bert", "wide", "bert-full", "texts.jsonl")
     ran = taskferry(
@@ -259,7 +263,7 @@ def test_labels_from_the_teacher(world: Path, tmp_path: Path) -> None:
     """Unlabelled data and a tuned source with a head; prompts without completions and a tuned decoder."""
     balanced(folders.shifted(world / "head", tmp_path / "tuned", size=0.3), world / "bert")
     given = ["--source-base", world / "bert", "--source-tuned", tmp_path / "tuned", "--target-base", world / "wide",
-             "--calibration", world / "plain.jsonl", *MAPS]  # fmt: skip
+             "--calibration", world / "plain.jsonl", "--method", "bico", "--scale", 1]  # fmt: skip
     ran = taskferry("transfer", *given, "--out", tmp_path / "one")
     assert "from the tuned source (teacher), because the data has none" in ran.out
     told = " ".join(ran.out.split())
@@ -267,7 +271,9 @@ def test_labels_from_the_teacher(world: Path, tmp_path: Path) -> None:
     assert f"next taskferry evaluate {tmp_path / 'one'} --test TEST_DATA" in told
     assert "did you mean bico?" in taskferry("transfer", *given, "--method", "bicos", "--out", "x", code=2).err
     asked = pair(world, "llama", "qwen", "llama-full", "asked.jsonl")
-    ran = taskferry("transfer", *asked, *MAPS, "--force", "--out", tmp_path / "two", "--json")
+    ran = taskferry(
+        "transfer", *asked, "--method", "bico", "--scale", 1, "--force", "--out", tmp_path / "two", "--json"
+    )
     # A random decoder may answer with nothing that a tokenizer keeps: such a sample is left out and told.
     assert re.match(r"\d+ completions of the tuned source \(teacher\)", ran.json["calibration"]["labels"])
 
@@ -275,7 +281,10 @@ def test_labels_from_the_teacher(world: Path, tmp_path: Path) -> None:
 def test_settings_from_yaml_and_the_plan(world: Path, tmp_path: Path) -> None:
     values = pair(world, "bert", "wide", "bert-full", "texts.jsonl")[1:8:2]
     given = dict(zip(("source_base", "source_tuned", "target_base", "calibration"), map(str, values), strict=True))
-    lines = [f"{key}: {json.dumps(value)}" for key, value in {**given, "samples": 9, "scale": 1, "seed": 3}.items()]
+    lines = [
+        f"{key}: {json.dumps(value)}"
+        for key, value in {**given, "samples": 9, "method": "bico", "scale": 1, "seed": 3}.items()
+    ]
     (tmp_path / "move.yaml").write_text("\n".join(lines))
     dry = taskferry("transfer", "--config", tmp_path / "move.yaml", "--out", tmp_path / "moved", "--dry-run")
     for word in ("9 of", "moves", "memory", "time", "a full model", "seed 3"):
@@ -303,7 +312,7 @@ def test_settings_from_yaml_and_the_plan(world: Path, tmp_path: Path) -> None:
 
 def test_the_automatic_scale(world: Path, tmp_path: Path) -> None:
     """It writes the scale it found, or refuses to do harm and writes nothing."""
-    given = pair(world, "bert", "wide", "bert-full", "texts.jsonl")
+    given = [*pair(world, "bert", "wide", "bert-full", "texts.jsonl"), "--method", "bico"]
     done = taskferry("transfer", *given, "--json", "--out", tmp_path / "moved", code=None)
     record = done.json
     curve = dict(map(tuple, record["scale_curve"]))
@@ -315,7 +324,7 @@ def test_the_automatic_scale(world: Path, tmp_path: Path) -> None:
 
 
 def test_interrupting_leaves_nothing(world: Path, tmp_path: Path) -> None:
-    given = pair(world, "llama", "qwen", "llama-full", "prompts.jsonl")
+    given = [*pair(world, "llama", "qwen", "llama-full", "prompts.jsonl"), "--method", "bico"]
     slow = [
         "--set",
         "micro_batch=1",

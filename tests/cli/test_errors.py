@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from taskferry.example import FILES
 from tests.helpers import folders
-from tests.helpers.command import MAPS, Ran, taskferry
+from tests.helpers.command import Ran, taskferry
 from tests.helpers.tiny import hf
 
 pytest.importorskip("transformers")
@@ -45,7 +45,7 @@ def refused(world: Path, tmp_path: Path, *words: str, more: tuple[object, ...] =
               "calibration": world / "texts.jsonl", "out": tmp_path / "out", **changed}  # fmt: skip
     options = [part for name, value in inputs.items() for part in (f"--{name.replace('_', '-')}", value)]
     before = sorted(p.name for p in tmp_path.iterdir())
-    ran = taskferry("transfer", *options, *MAPS, *more, code=2)
+    ran = taskferry("transfer", *options, "--method", "bico", "--scale", 1, *more, code=2)
     assert ran.err.startswith("taskferry: "), ran.err
     assert "Traceback" not in ran.err
     for word in words:
@@ -283,7 +283,8 @@ def test_a_full_disk(world: Path, tmp_path: Path) -> None:
 
 def test_settings_that_a_method_does_not_have_are_refused(world: Path, tmp_path: Path) -> None:
     given = ["--source-base", world / "bert", "--source-tuned", world / "tuned", "--target-base", world / "wide",
-             "--calibration", world / "texts.jsonl", *MAPS, "--out", tmp_path / "x"]  # fmt: skip
+             "--calibration", world / "texts.jsonl", "--method", "bico",
+                     "--scale", 1, "--out", tmp_path / "x"]  # fmt: skip
     wrong = taskferry("transfer", *given, "--method", "naive", "--set", "map_rank=full", code=2).err
     assert "unknown setting 'map_rank'" in wrong
     assert "no method 'nonsense'" in taskferry("transfer", *given, "--method", "nonsense", "--dry-run", code=2).err

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from taskferry import TaskVector
 from taskferry.models import load_model
-from tests.helpers.command import MAPS, taskferry
+from tests.helpers.command import taskferry
 
 timm = pytest.importorskip("timm")
 open_clip = pytest.importorskip("open_clip")
@@ -28,7 +28,7 @@ def test_timm_folders(shared: Path, tmp_path: Path) -> None:
     target = shared / "models" / "vit_tiny_patch16_224_tinyimagenet"
     given = ["--source-base", base, "--source-tuned", tmp_path / "tuned.safetensors", "--target-base", target]
     data = ["--calibration", shared / "data" / "cifar10" / "train.parquet", "--set", "per_class=1"]
-    ran = taskferry("transfer", *given, *data, *MAPS, "--out", tmp_path / "moved", "--json")
+    ran = taskferry("transfer", *given, *data, "--method", "bico", "--scale", 1, "--out", tmp_path / "moved", "--json")
     assert len(ran.json["calibration"]["indices"]) == 10
     model = timm.create_model(f"local-dir:{tmp_path / 'moved'}", pretrained=True)
     before, after = load_file(target / "model.safetensors"), load_file(tmp_path / "moved" / "model.safetensors")
@@ -66,7 +66,7 @@ def test_openclip_folders(tmp_path: Path) -> None:
     moved = {k: v + 0.05 * torch.randn(v.shape, generator=generator) if "visual" in k else v for k, v in state.items()}
     torch.save(moved, tmp_path / "tuned.pt")
     given = ["--source-base", source, "--source-tuned", tmp_path / "tuned.pt", "--target-base", target]
-    data = ["--calibration", tmp_path / "images", *MAPS, "--force", "--json"]
+    data = ["--calibration", tmp_path / "images", "--method", "bico", "--scale", 1, "--force", "--json"]
     ran = taskferry("transfer", *given, *data, "--out", tmp_path / "moved")
     assert ran.json["provenance"]["objective"][1].startswith("ZeroShot(")
     assert ran.json["verdict"]["moved"] == 3 * 8 + 1  # the blocks with their biases, and the projection

@@ -37,7 +37,8 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def moved(world: Path, data: Path, out: Path, *more: object, code: int = 0) -> Ran:
     return taskferry("transfer", "--source-base", world / "a", "--source-tuned", world / "lora", "--target-base",
-                     world / "b", "--calibration", data, "--samples", 8, "--set", "micro_batch=4", "--scale", 0.5,
+                     world / "b", "--calibration", data, "--samples", 8, "--set", "micro_batch=4", "--method", "bico",
+                             "--scale", 0.5,
                      "--method", "bico", "--force", "--out", out, *more, code=code)  # fmt: skip
 
 

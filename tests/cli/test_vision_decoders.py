@@ -109,5 +109,6 @@ def test_an_adapter_with_the_names_of_older_transformers(world: Path, tmp_path: 
 
 def moved(world: Path, data: str, out: Path, *more: object, code: int = 0, lora: Path | None = None) -> Ran:
     return taskferry("transfer", "--source-base", world / "a", "--source-tuned", lora or world / "lora",
-                     "--target-base", world / "b", "--calibration", world / data, "--samples", 8, "--scale", 0.5,
+                     "--target-base", world / "b", "--calibration", world / data, "--samples", 8, "--method", "bico",
+                             "--scale", 0.5,
                      "--force", "--out", out, *more, code=code)  # fmt: skip

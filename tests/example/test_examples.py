@@ -13,7 +13,7 @@ import pytest
 
 from taskferry.example import FILES, PARTS, write_example
 from tests.helpers import folders
-from tests.helpers.command import MAPS, taskferry
+from tests.helpers.command import taskferry
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -92,7 +92,8 @@ def test_merging_with_mergekit(tmp_path: Path) -> None:
     for name, size in (("one", 0.02), ("two", 0.03)):
         folders.shifted(tmp_path / "a", tmp_path / f"tuned-{name}", size=size)
         taskferry("transfer", "--source-base", "a", "--source-tuned", f"tuned-{name}", "--target-base", "b",
-                  "--calibration", "data.jsonl", *MAPS, "--force", "--out", name, cwd=tmp_path)  # fmt: skip
+                  "--calibration", "data.jsonl", "--method", "bico",
+                          "--scale", 1, "--force", "--out", name, cwd=tmp_path)  # fmt: skip
     script("merge.py", "b", "one=0.5", "two=0.25", "--out", "merged", cwd=tmp_path)
     base = load_model(str(tmp_path / "b"))
     one, two, merged = (load_tuned(str(tmp_path / name), base).tau for name in ("one", "two", "merged"))

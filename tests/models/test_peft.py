@@ -18,7 +18,7 @@ from taskferry.models.peft import EXPERTS
 from taskferry.objectives.teacher import check_whole, teacher_model
 from taskferry.output.write import write_form
 from tests.helpers import folders
-from tests.helpers.command import MAPS, Ran, taskferry
+from tests.helpers.command import Ran, taskferry
 from tests.helpers.mixtures import mixture
 from tests.helpers.tiny import relative
 
@@ -64,7 +64,8 @@ def moved(world: Path, tuned: object, out: Path, *more: object, source: str = "m
           code: int = 0, **environment: str) -> Ran:  # fmt: skip
     return taskferry("transfer", "--source-base", world / source, "--source-tuned", tuned, "--target-base",
                      world / target, "--calibration", world / "texts.jsonl", "--samples", 6, "--method", "bico",
-                     "--set", "max_length=16", *MAPS, "--force", "--out", out, *more, code=code,
+                     "--set", "max_length=16", "--method", "bico",
+                             "--scale", 1, "--force", "--out", out, *more, code=code,
                      **environment)  # fmt: skip
 
 

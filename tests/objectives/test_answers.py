@@ -16,7 +16,7 @@ from taskferry.data.language import Segment
 from taskferry.models import load_model
 from taskferry.objectives.answers import Score, Written, answers_of, choices_of, gain
 from tests.helpers import folders, tiny
-from tests.helpers.command import MAPS, taskferry
+from tests.helpers.command import taskferry
 
 ANSWERS = ((5, 6), (7, 8, 9), (11,))
 
@@ -163,7 +163,7 @@ def test_evaluate_and_the_verdict_say_them(tmp_path: Path) -> None:
     assert "exact answers" in shown
     assert "stopped" in shown
     given = ["transfer", "--source-base", base, "--source-tuned", tmp_path / "lora", "--target-base", other,
-             "--calibration", data, *MAPS, "--force"]  # fmt: skip
+             "--calibration", data, "--method", "bico", "--scale", 1, "--force"]  # fmt: skip
     out = tmp_path / "out"
     ran = taskferry(*given, "--out", out)
     answers = json.loads((out / "taskferry.json").read_text())["verdict"]["answers"]

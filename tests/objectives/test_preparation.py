@@ -13,7 +13,7 @@ from taskferry.models import load_model, load_tuned
 from taskferry.objectives import preparation
 from taskferry.objectives.answers import Written, written
 from tests.helpers import folders
-from tests.helpers.command import MAPS, taskferry
+from tests.helpers.command import taskferry
 from tests.helpers.texts import SECOND, TEXTS
 from tests.helpers.tiny import hf
 
@@ -41,7 +41,8 @@ def test_texts_are_cut_to_the_places_that_both_models_have(kind: str, tmp_path: 
     rows = [{"text": " ".join([*TEXTS[i:], *TEXTS]), "label": i % 2} for i in range(8)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ["--source-base", tmp_path / "a", "--source-tuned", tmp_path / "tuned", "--target-base", tmp_path / "b",
-             "--calibration", tmp_path / "long.jsonl", *MAPS, "--set", "max_length=100"]  # fmt: skip
+             "--calibration", tmp_path / "long.jsonl", "--method", "bico",
+                     "--scale", 1, "--set", "max_length=100"]  # fmt: skip
     plan = taskferry("transfer", *given, "--out", tmp_path / "never", "--dry-run", "--json").json["plan"]
     assert plan["cut"].startswith("8 of 8 samples fill all 12 tokens")
     taskferry("transfer", *given, "--out", tmp_path / "out")

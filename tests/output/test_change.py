@@ -46,7 +46,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def moved(world: Path, tuned: str, out: Path, *more: object, kind: str = "") -> tuple[str, dict[str, Any]]:
     ran = taskferry("transfer", "--source-base", world / f"{kind}a", "--source-tuned", world / tuned, "--target-base",
-                    world / f"{kind}b", "--calibration", world / "prompts.jsonl", "--samples", 8, "--scale", 0.5,
+                    world / f"{kind}b", "--calibration", world / "prompts.jsonl", "--samples", 8, "--method", "bico",
+                            "--scale", 0.5,
                     "--force", "--out", out, *more)  # fmt: skip
     return " ".join(ran.out.split()), json.loads((out / "taskferry.json").read_text())
 

@@ -19,7 +19,7 @@ from taskferry.jobs import transfer
 from taskferry.models import Skeleton, load_model, read_adapter
 from taskferry.output.write import check_written
 from tests.helpers import folders
-from tests.helpers.command import MAPS, taskferry
+from tests.helpers.command import taskferry
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -69,7 +69,8 @@ def test_the_check_of_an_output_sees_a_small_error(world: Path, tmp_path: Path) 
 def test_the_verdict_is_that_of_what_is_written(world: Path, tmp_path: Path) -> None:
     """Cut to rank 1 before the scale is chosen: the loss in the record is the written LoRA's."""
     ran = taskferry("transfer", "--source-base", world / "bert", "--source-tuned", world / "tuned", "--target-base",
-                    world / "wide", "--calibration", world / "texts.jsonl", "--samples", 12, *MAPS, "--as",
+                    world / "wide", "--calibration", world / "texts.jsonl", "--samples", 12, "--method", "bico",
+                            "--scale", 1, "--as",
                     "lora", "--rank", 1, "--out", tmp_path / "low", "--json")  # fmt: skip
     rows = [json.loads(line) for line in (world / "texts.jsonl").read_text().splitlines()]
     chosen = [rows[i] for i in ran.json["calibration"]["indices"]]
@@ -95,7 +96,7 @@ def test_a_change_that_the_digits_have_no_room_for_is_told(
     half = folders.save(load_model(str(world / "wide")).model, tmp_path / "half", dtype=torch.bfloat16)
     tuned = folders.shifted(world / "bert", tmp_path / "tuned", size=size)
     given = ["--source-base", world / "bert", "--source-tuned", tuned, "--calibration", world / "texts.jsonl"]
-    more = ["--target-base", half, *MAPS]
+    more = ["--target-base", half, "--method", "bico", "--scale", 1]
     said = taskferry("transfer", *given, *more, "--engine", engine, "--out", tmp_path / "out", "--json").json
     said = " ".join(said["verdict"]["notes"])
     assert ("Rounding to bfloat16" in said) == told
@@ -112,7 +113,7 @@ def test_a_job_from_python_says_how_to_repeat_it(world: Path, tmp_path: Path) ->
     """No command was typed: the settings beside the output are one."""
     pair = {"source_base": str(world / "bert"), "target_base": str(world / "wide"), "method": "bico",
             "calibration": str(world / "texts.jsonl"), "samples": 12, "out": tmp_path / "moved"}  # fmt: skip
-    transfer(TransferSettings(**pair, source_tuned=str(world / "tuned"), method="bico", scale=1.0))
+    transfer(TransferSettings(**pair, source_tuned=str(world / "tuned"), scale=1.0))
     fit_alignment(FitSettings(**{**pair, "out": tmp_path / "maps"}))
     TaskVector({"encoder.layer.0.output.dense.weight": torch.ones(16, 32)}).save(tmp_path / "change")
     apply_alignment(

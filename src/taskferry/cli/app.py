@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from taskferry.cli.terminal import plain
-from taskferry.errors import DoesNotHelp, TaskferryError, TaskferryWarning
+from taskferry.errors import TaskferryError
 from taskferry.version import __version__
 
 INTERRUPTED = 130  # what typer makes of an interrupt, and what shells expect
@@ -92,12 +91,11 @@ class Verbs(TyperGroup):
 
 def _verb(name: str, context: Any) -> Any:
     """A verb as a command with all its options."""
-    alone = typer.Typer()
+    alone, module = typer.Typer(), import_module(f"taskferry.cli.{name}")
     alone.callback()(lambda: None)
-    import_module(f"taskferry.cli.{name}").register(alone)
+    alone.command(name, epilog=getattr(module, "EXAMPLE", None))(module.run)
     command = typer.main.get_group(alone).commands[name]
-    for part in (command, *getattr(command, "commands", {}).values()):
-        _flags(part.get_params(context))
+    _flags(command.get_params(context))
     return command
 
 
@@ -143,21 +141,13 @@ def run() -> None:
     """Run the command; errors become one sentence on standard error."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-
-    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if issubclass(category, TaskferryWarning):
-            console.print(f"[bold yellow]taskferry:[/] {plain(message)}")
-        else:
-            usual(message, category, *where, **more)
-
-    usual, warnings.showwarning = warnings.showwarning, show
     try:
         code = app(standalone_mode=False)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
     except TaskferryError as error:
         console.print(f"[bold red]taskferry:[/] {plain(error)}")
-        sys.exit(3 if isinstance(error, DoesNotHelp) else 2)
+        sys.exit(2)
     except (KeyboardInterrupt, typer.Abort) as stop:
         kept = "".join(f"; {plain(text)}" for text in stop.args)
         console.print(f"[bold red]taskferry:[/] interrupted; nothing was written{kept}")

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
-
 from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
 from taskferry.cli.terminal import command_line, waiting
 from taskferry.config import ApplySettings, load_settings
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("apply")(with_settings(ApplySettings, positional=("alignment", "source_tuned"))(run))
-
-
+@with_settings(ApplySettings, positional=("alignment", "source_tuned"))
 def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as_json: Json = False) -> None:
     """Move a LoRA, a task vector or a tuned model by a saved alignment."""
     with waiting(quiet or as_json):

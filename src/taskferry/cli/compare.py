@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
 from rich.console import Console
 
 from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
@@ -12,11 +11,7 @@ from taskferry.cli.terminal import plain, print_json, waiting
 from taskferry.config import CompareSettings, load_settings
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("compare")(with_settings(CompareSettings)(run))
-
-
+@with_settings(CompareSettings)
 def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as_json: Json = False) -> None:
     """Compare methods on one pair of models, with the same samples and test data."""
     with waiting(quiet or as_json):

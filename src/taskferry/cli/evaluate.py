@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 
 from taskferry.cli.options import Json, Quiet, YamlFile, with_settings
@@ -17,11 +16,7 @@ if TYPE_CHECKING:  # torch is imported when it is used
     from taskferry.evaluation.scoring import Score
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("evaluate")(with_settings(EvaluateSettings, positional=("model",))(run))
-
-
+@with_settings(EvaluateSettings, positional=("model",))
 def run(given: dict[str, Any], config: YamlFile = None, quiet: Quiet = False, as_json: Json = False) -> None:
     """Score a model, or a model with an adapter added, on held-out samples."""
     silent = quiet or as_json

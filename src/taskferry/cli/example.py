@@ -13,11 +13,6 @@ from taskferry.cli.terminal import plain, print_json, waiting
 from taskferry.example import write_example
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("example")(run)
-
-
 def run(
     folder: Annotated[Path, typer.Argument(help="a new folder")], quiet: Quiet = False, as_json: Json = False
 ) -> None:

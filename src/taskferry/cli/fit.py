@@ -6,18 +6,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from taskferry.cli.options import DryRun, Json, Quiet, YamlFile, with_settings
 from taskferry.cli.terminal import plain, print_json, waiting
 from taskferry.config import FitSettings, load_settings
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("fit")(with_settings(FitSettings)(run))
-
-
+@with_settings(FitSettings)
 def run(
     given: dict[str, Any], config: YamlFile = None, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False
 ) -> None:

@@ -18,11 +18,6 @@ PlanFile = Annotated[Path, typer.Argument(help="a YAML file: adapters, out, and 
 FAILED = 4  # some adapters could not be moved; the others were
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("fleet")(run)
-
-
 def run(plan: PlanFile, quiet: Quiet = False, as_json: Json = False) -> None:
     """Move every adapter of a folder to one or more new bases, in parallel; rerun to resume."""
     with waiting(quiet or as_json):

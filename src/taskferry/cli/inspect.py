@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from taskferry.taskvector import TaskVector
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("inspect")(run)
-
-
 def run(
     path: Annotated[str, typer.Argument(help="a model, task vector, alignment, or output folder")],
     every: Annotated[bool, typer.Option("--all", help="every parameter of an output, not one line a reason")] = False,

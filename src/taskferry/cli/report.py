@@ -12,11 +12,6 @@ from taskferry.cli.options import Json, Quiet
 from taskferry.cli.terminal import plain, print_json, waiting
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("report")(run)
-
-
 def run(
     folder: Annotated[Path, typer.Argument(help="an output folder of transfer or apply")],
     out: Annotated[Path | None, typer.Option(help="where to write the page (default: beside what it shows)")] = None,

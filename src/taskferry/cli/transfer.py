@@ -17,11 +17,7 @@ from taskferry.errors import MissingSettings, TaskferryError
 EXAMPLE = "Example: taskferry transfer --source-tuned my-lora --target-base base-b --calibration data.jsonl"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("transfer", epilog=EXAMPLE)(with_settings(TransferSettings)(run))
-
-
+@with_settings(TransferSettings)
 def run(
     given: dict[str, Any], config: YamlFile = None, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False
 ) -> None:
