@@ -71,6 +71,10 @@ class Nearness:
             text += f"; {len(self.differ)} tensors cannot be compared, such as {name}: {why}"
         return text
 
+    def record(self) -> dict[str, Any]:
+        """For machines."""
+        return {"relation": self.relation, **self.total, "not_compared": len(self.differ), "sentence": self.sentence}
+
 
 def nearness(A: Path, B: Path, changes: Mapping[str, float] | None = None, most: int = sys.maxsize) -> Nearness:
     """Compare two folders of weights, of large tensors the rows of the first `most` numbers alone.
@@ -81,10 +85,7 @@ def nearness(A: Path, B: Path, changes: Mapping[str, float] | None = None, most:
     of_B, norms = respelled(tensors(B), of_A), respelled(changes or {}, of_A)
     for name in dict.fromkeys([*of_A, *of_B]):
         if name not in of_A or name not in of_B:
-            if name.split(".")[-2:][0] not in (
-                "lm_head",
-                "embed_out",
-            ):  # a model without an output layer uses its table of tokens
+            if name.split(".")[-2:][0] not in TIED:  # a model without an output layer uses its table of tokens
                 differ[name] = f"{(A if name in of_A else B).name} alone has it"
             continue
         (*at_A, shape, form), (*at_B, other, form_B) = of_A[name], of_B[name]
