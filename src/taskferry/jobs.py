@@ -37,6 +37,7 @@ from taskferry.models import (
     read_adapter,
 )
 from taskferry.models.models import resolve
+from taskferry.nearness import Nearness, nearness
 from taskferry.objectives.generation import HALF, beside
 from taskferry.objectives.heads import solved_head
 from taskferry.objectives.teacher import Likeness, check_whole, kind_of
@@ -53,6 +54,7 @@ SOLVED = (
     "The head {layer} was solved from the tuned source's scores: it gives the same class on {agreement:.0%} of samples."
 )
 STEP = 16  # samples in one step of distil
+MOST = 2**24  # numbers of a tensor that two bases are compared by
 
 
 def transfer(
@@ -91,7 +93,9 @@ def transfer(
         form = form_of(config.as_, models.tuned.adapter)
         _check(config, models, form)
         job = Job(models.pair, models.tuned.tau, models.held_out)
-        reporter.say(models.lines(), _estimate(config, job, method) if dry_run else None)
+        near = _nearness(config, models)
+        lines = {**({} if near is None else {"bases": near.sentence}), **models.lines()}
+        reporter.say(lines, _estimate(config, job, method) if dry_run else None)
         if dry_run:
             return None
         source = _losses_of_source(config, models, reporter)  # the fine-tune must lower its own base's loss
@@ -131,6 +135,7 @@ def transfer(
             sites=moved.sites,
             ignored=ignored,
             source=None if source is None else source.record(),
+            nearness=None if near is None else near.record(),
             calibration={**models.samples_record(), **moved.provenance["calibration"]},
             scale_curve=[point for point in curve.points if math.isfinite(point[1])],  # JSON has no other numbers
             head=head,
@@ -175,6 +180,15 @@ def _first_lines(config: TransferSettings, named: bool) -> dict[str, str]:
     adapter = is_adapter(Path(resolved("source_tuned", config.source_tuned)))
     lines["output"] = f"{FORMS[config.as_ or ('lora' if adapter else 'model')]} in {config.out}"
     return lines
+
+
+def _nearness(config: TransferSettings, models: Opened) -> Nearness | None:
+    """How near the two bases are, by their files; None where those are no safetensors."""
+    A, B = (Path(resolved(name, getattr(config, name))) for name in ("source_base", "target_base"))
+    tau = models.tuned.tau if config.engine == "whole" or models.tuned.tau.low_rank else TaskVector({})
+    with suppress(TaskferryError):
+        return nearness(A, B, {name: float(delta.norm()) for name, delta in tau.deltas.items()}, most=MOST)
+    return None
 
 
 def _check(config: TransferSettings, models: Opened, form: str) -> None:

@@ -2,13 +2,14 @@
 
 >>> near = nearness(Path("base-a"), Path("base-b"), change_norms(Path("my-lora"), Path("base-a")))
 >>> near.sentence
-'close relative: 3.1% of the weights apart, cosine 0.9995; 2.4 times the change of the fine-tune'
+'close relative: 3.1% of the weights apart, cosine 0.9995; 2.4 times the fine-tune's change"
 """
 
 from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,17 +63,24 @@ class Nearness:
     def sentence(self) -> str:
         """One line for people."""
         total, text = self.total, self.relation
-        if total["distance"] is not None and total["cosine"] is not None:
+        if text not in ("not comparable", "same base"):
             text += f": {total['distance']:.1%} of the weights apart, cosine {total['cosine']:.4f}"
-        if total["to_change"] is not None:
-            text += f"; {total['to_change']:.2g} times the change of the fine-tune"
+            if total["to_change"] is not None:
+                text += f"; {total['to_change']:.2g} times the fine-tune's change"
         for name, why in list(self.differ.items())[:1]:
             text += f"; {len(self.differ)} tensors cannot be compared, such as {name}: {why}"
         return text
 
+    def record(self) -> dict[str, Any]:
+        """For machines."""
+        return {"relation": self.relation, **self.total, "not_compared": len(self.differ), "sentence": self.sentence}
 
-def nearness(A: Path, B: Path, changes: Mapping[str, float] | None = None) -> Nearness:
-    """Compare two folders of weights; `changes` are norms of what a fine-tune changes in A, by parameter."""
+
+def nearness(A: Path, B: Path, changes: Mapping[str, float] | None = None, most: int = sys.maxsize) -> Nearness:
+    """Compare two folders of weights, of large tensors the rows of the first `most` numbers alone.
+
+    `changes` are norms of what a fine-tune changes in A, by parameter.
+    """
     of_A, layers, matrices, differ = tensors(A), {}, [], {}
     of_B, norms = respelled(tensors(B), of_A), respelled(changes or {}, of_A)
     for name in dict.fromkeys([*of_A, *of_B]):
@@ -84,10 +92,11 @@ def nearness(A: Path, B: Path, changes: Mapping[str, float] | None = None) -> Ne
         if shape != other or not {form, form_B} <= {"F64", "F32", "F16", "BF16"}:
             differ[name] = f"{shape} in {form}, and {other} in {form_B}"
             continue
-        sums, change = [0.0, 0.0, 0.0], norms.get(name, 0.0) ** 2
-        for x, y in zip(parts(*at_A, shape), parts(*at_B, shape), strict=True):
+        rows, wide = shape[0], max(1, math.prod(shape[1:]))
+        seen, sums, change = min(rows, max(1, most // wide)), [0.0, 0.0, 0.0], norms.get(name, 0.0) ** 2
+        for x, y in zip(parts(*at_A, seen, wide), parts(*at_B, seen, wide), strict=True):
             d = y - x
-            sums = [total + float(a @ b) for total, a, b in zip(sums, (x, d, x), (x, d, d), strict=True)]
+            sums = [a + float(b @ c) * rows / seen for a, b, c in zip(sums, (x, d, x), (x, d, d), strict=True)]
         layers[name] = (*sums, change, sums[1] if change else 0.0)
         matrices += [layers[name]] if len(shape) > 1 and NUMBER.search(name) else []
     return Nearness(layers, differ, figures(matrices or [*layers.values(), (0.0,) * 5]))
@@ -104,12 +113,12 @@ def tensors(folder: Path) -> dict[str, tuple[Any, ...]]:
     return {name: each for name, each in found.items() if each[2] and each[3] not in ("I64", "BOOL")}
 
 
-def parts(path: Path, name: str, shape: list[int]) -> Iterator[Tensor]:
-    """The entries of a tensor in float32; its file is closed again and again, so that no mapped page stays resident."""
-    rows = max(1, MAPPED // max(1, math.prod(shape[1:])))
-    for start in range(0, shape[0], rows):
+def parts(path: Path, name: str, rows: int, wide: int) -> Iterator[Tensor]:
+    """First rows of a tensor in float32; its file is closed again and again, so that no mapped page stays resident."""
+    step = max(1, MAPPED // wide)
+    for start in range(0, rows, step):
         with safe_open(str(path), framework="pt") as file:
-            for part in file.get_slice(name)[start : start + rows].flatten().split(PART):
+            for part in file.get_slice(name)[start : min(start + step, rows)].flatten().split(PART):
                 yield part.float()
 
 

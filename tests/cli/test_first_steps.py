@@ -176,6 +176,7 @@ def test_one_unit_of_loss(world: Path, tmp_path: Path) -> None:
     options = given(world, tmp_path / "out", calibration=data)
     told = taskferry("transfer", *options, "--paper", "--samples", len(rows), "--json").json
     scored = taskferry("evaluate", world / "base-b", "--test", data, "--json").json
+    assert told["nearness"]["relation"] == "not comparable"  # other widths
     assert told["verdict"]["loss_unit"] == "per token"
     assert told["verdict"]["loss_before"] == pytest.approx(scored["loss"], rel=1e-4)
     assert " per token" in told["verdict"]["sentence"]

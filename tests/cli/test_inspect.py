@@ -26,6 +26,22 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def test_how_near_two_bases_are(world: Path, tmp_path: Path) -> None:
+    """One line, then a row a kind of layer; as JSON a row a layer."""
+    folders.shifted(world / "bert", tmp_path / "next", size=0.01)
+    shown = taskferry("inspect", world / "bert", tmp_path / "next", "--tuned", world / "lora")
+    first, header, *rows = shown.out.splitlines()
+    assert first.startswith("close relative: ")
+    assert "times the fine-tune's change" in " ".join([first, header])
+    assert any(row.split()[:2] == ["encoder.layer.*.attention.self.query.weight", "2"] for row in rows)
+    found = taskferry("inspect", world / "bert", tmp_path / "next", "--json").json
+    query = next(row for row in found["rows"] if row["layers"] == "encoder.layer.1.attention.self.query.weight")
+    assert 0.01 < query["distance"] < 0.1
+    assert query["cosine"] > 0.99
+    assert taskferry("inspect", world / "bert", world / "wide").out.startswith("not comparable")
+    assert "give the other base" in taskferry("inspect", world / "bert", "--tuned", world / "lora", code=2).err
+
+
 def test_names_from_files_do_not_reach_the_terminal_raw(world: Path, tmp_path: Path) -> None:
     TaskVector({"evil\x1b[31m[bold]x": torch.ones(2)}).save(tmp_path / "evil.safetensors")
     shown = taskferry("inspect", tmp_path / "evil.safetensors").out

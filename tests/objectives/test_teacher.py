@@ -63,6 +63,25 @@ def test_tokens_of_one_vocabulary_are_the_distributions_of_the_tuned_source() ->
         assert loss / len(found) == pytest.approx(total / tokens, rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["bert-classifier", "llama", "bert"])
+def test_the_floor_is_the_loss_of_the_tuned_source_itself(name: str) -> None:
+    given = job(name)
+    found = lesson_of((given.source, given.source), given.tau, given.calibration, given.pair.objectives)
+    with moved_by(given.source, given.tau) as set_scale, torch.no_grad():
+        set_scale(1.0)
+        own = float(found.loss(found.batch(range(len(found))))) / len(found)
+    assert found.floor == pytest.approx(own, rel=1e-4, abs=1e-6)
+
+
+def test_a_token_that_stands_twice_has_both_of_its_probabilities() -> None:
+    given = job("llama")
+    found = lesson(given)
+    assert isinstance(found, Tokens)
+    found.words, found.chances = [torch.tensor([[3, 5, 3]])], [torch.tensor([[0.2, 0.5, 0.3]])]
+    found.weight = float(len(found))
+    assert found.floor == pytest.approx(math.log(2))
+
+
 def test_words_that_the_target_has_no_row_for_are_not_taught() -> None:
     """Of one tokenizer, where the source's table was padded further than the target's."""
     given = job("llama", (16, 2), (24, 3))

@@ -1,4 +1,4 @@
-"""taskferry inspect: what a model, task vector, adapter, alignment or output holds."""
+"""taskferry inspect: what a model, task vector, adapter, alignment or output holds; how near two bases are."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 def run(
     path: Annotated[str, typer.Argument(help="a model, task vector, alignment, or output folder")],
-    every: Annotated[bool, typer.Option("--all", help="every parameter of an output, not one line a reason")] = False,
+    other: Annotated[str | None, typer.Argument(help="another base: how near the two are")] = None,
+    tuned: Annotated[str | None, typer.Option(help="a fine-tune of the first base, to hold that against")] = None,
+    every: Annotated[bool, typer.Option("--all", help="every parameter, not one line a reason or kind")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the linear layers of a model, a task vector, an alignment, or what moved in an output."""
+    """Show a model's linear layers, a task vector, an alignment, what moved in an output, or how near two bases are."""
+    if tuned and not other:
+        raise TaskferryError("--tuned is held against the distance of two bases: give the other base too")
     with waiting(as_json):
-        title, rows = describe(path)
+        title, rows = compare(path, other, tuned, every or as_json) if other else describe(path)
     if as_json:
         print_json({"what": title, "rows": rows})
         return
@@ -50,6 +54,25 @@ def by_reason(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {"parameters": len(names), "status": status, "reason": reason, "such_as": names[0]}
         for (status, reason), names in groups.items()
     ]
+
+
+def compare(given: str, other: str, tuned: str | None, every: bool) -> tuple[str, list[dict[str, Any]]]:
+    """How near two bases are, in a sentence; and by layer, or by kind of layer."""
+    from taskferry.models.models import resolve
+    from taskferry.nearness import NUMBER, change_norms, figures, nearness
+
+    A, B = (Path(resolve(name)) for name in (given, other))
+    found = nearness(A, B, change_norms(Path(resolve(tuned)), A) if tuned else None)
+    kinds: dict[str, list[tuple[float, ...]]] = {}
+    for name, sums in found.layers.items():
+        kinds.setdefault(name if every else NUMBER.sub("*", name), []).append(sums)
+    columns = ["distance", "cosine", *(["to_change"] if tuned else [])]
+    rows: list[dict[str, Any]] = []
+    for name, some in kinds.items():
+        shown = figures(some)
+        rounded = {key: None if (value := shown[key]) is None else round(value, 6) for key in columns}
+        rows.append({"layers": name, "count": len(some), **rounded})
+    return found.sentence, rows + [{"layers": name, "count": why} for name, why in found.differ.items() if every]
 
 
 def describe(given: str) -> tuple[str, list[dict[str, Any]]]:

@@ -122,6 +122,11 @@ class Lesson:
         """The loss of a micro-batch, summed over its samples."""
         return self.loss_of(*self.scores(batch))
 
+    @property
+    def floor(self) -> float:
+        """The lowest loss by sample that any target could have: the entropy of the answers."""
+        return 0.0
+
     def probe(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """⟨logits, v⟩ for a random v with E[v vᵀ] = the second derivative of the loss by the logits.
 
@@ -185,6 +190,11 @@ class Classes(Lesson):
         if logits.shape[1] != self.answers.shape[1]:
             raise _other_classes(f"{self.answers.shape[1]} classes", str(logits.shape[1]))
         return logits, self.answers[list(batch.ids)].to(logits)
+
+    @property
+    def floor(self) -> float:
+        """Mean entropy of the classes."""
+        return float(torch.special.entr(self.answers).sum()) / len(self)
 
 
 def _other_classes(source: str, target: str) -> TaskferryError:
@@ -276,6 +286,15 @@ class Tokens(Lesson):
         logits = wide(logits_at(self.target, batch, where.to(device_of(self.target))))
         words, chances = (torch.cat([each[i] for i in batch.ids]) for each in (self.words, self.chances))
         return logits, (words.to(logits.device), chances.to(logits))
+
+    @property
+    def floor(self) -> float:
+        """Mean entropy of the tokens; a token that stands twice in a distribution has both of its probabilities."""
+        total = 0.0
+        for words, chances in zip(self.words, self.chances, strict=True):
+            merged = ((words[:, :, None] == words[:, None]) * chances[:, None]).sum(2)
+            total -= float(torch.xlogy(chances, merged).sum())
+        return self.weight * total / len(self)
 
 
 @dataclass(frozen=True)
