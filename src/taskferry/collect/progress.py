@@ -16,5 +16,11 @@ class Steps:
     def step(self, count: int = 1) -> None:
         """So many more are done."""
         self.done += count
+        self.total = max(self.done, self.total)
         if self.progress is not None:
             self.progress(self.what, self.done, self.total)
+
+    def end(self) -> None:
+        """It took no more than has been done."""
+        self.total = self.done
+        self.step(0)

@@ -52,7 +52,7 @@ class ScaleCurve:
         return replace(self, points=tuple((scale, factor * loss) for scale, loss in self.points))
 
 
-def choose_scale(losses: Losses, *, largest: float = LARGEST, rounds: int = ROUNDS) -> ScaleCurve:
+def choose_scale(losses: Losses, *, largest: float = LARGEST) -> ScaleCurve:
     """The minimum of the loss over [0, largest], in rounds: all scales of a round are asked for together.
 
     Where a loss takes a walk over weights on disk, a round is one walk. The first round finds the valley, with the
@@ -75,12 +75,12 @@ def choose_scale(losses: Losses, *, largest: float = LARGEST, rounds: int = ROUN
     evaluate([scale for scale in START if scale <= largest])
     if min(known, key=lambda scale: known[scale]) == max(known) < largest:
         evaluate([largest])
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         left, middle, right = valley()
         if right - left < 0.02:
             break
         evaluate(_inside(left, middle, right, known))
-    while rounds and (at := valley())[0] == 0.0 < SMALLEST < at[1]:
+    while (at := valley())[0] == 0.0 < SMALLEST < at[1]:
         evaluate(_inside(*at, known))
     best = min(known, key=lambda scale: (known[scale], scale))
     if not known[best] < known[0.0]:

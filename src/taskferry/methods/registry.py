@@ -23,7 +23,8 @@ from torch import nn
 
 from taskferry.choices import RankPolicy
 from taskferry.collect.maps import Maps
-from taskferry.collect.scale import LARGEST, ROUNDS, START, ScaleCurve, choose_scale
+from taskferry.collect.progress import Steps
+from taskferry.collect.scale import EVALUATIONS, LARGEST, ScaleCurve, choose_scale
 from taskferry.data.batch import Calibration
 from taskferry.engines.pair import CannotMove, ModelPair, Moved, Work, shapes
 from taskferry.engines.whole import WholePair
@@ -101,24 +102,21 @@ class Job:
         """The mean loss at each scale, on the samples held out."""
         return self.pair.losses(change, scales, self.judging)
 
-    def best_scale(self, change: TaskVector, rounds: int = ROUNDS) -> ScaleCurve:
+    def best_scale(self, change: TaskVector) -> ScaleCurve:
         """The scale with the lowest loss on the samples held out.
 
         With one or two samples a class a scale above 1 lowers their loss and harms the classes that are not among them.
         """
-        step, tried = self.pair.work.progress, 0
+        steps = Steps(self.pair.work.progress, "scale", EVALUATIONS)
 
         def losses(scales: Sequence[float]) -> list[float]:
-            nonlocal tried
-            found, tried = self.losses(change, scales), tried + len(scales)
-            if step is not None:
-                step("scale", tried, max(tried, len(START) + 3 * rounds))
+            found = self.losses(change, scales)
+            steps.step(len(scales))
             return found
 
         few = self.calibration.samples + (0 if self.held_out is None else self.held_out.samples) < FEW
-        curve = choose_scale(losses, rounds=rounds, largest=1.0 if few else LARGEST)
-        if step is not None:
-            step("scale", tried, tried)  # the search may end early
+        curve = choose_scale(losses, largest=1.0 if few else LARGEST)
+        steps.end()
         return curve
 
 
