@@ -88,13 +88,13 @@ def nearness(A: Path, B: Path, changes: Mapping[str, float] | None = None, most:
             if name.split(".")[-2:][0] not in TIED:  # a model without an output layer uses its table of tokens
                 differ[name] = f"{(A if name in of_A else B).name} alone has it"
             continue
-        (*at_A, shape, form), (*at_B, other, form_B) = of_A[name], of_B[name]
+        (file_A, key_A, shape, form), (file_B, key_B, other, form_B) = of_A[name], of_B[name]
         if shape != other or not {form, form_B} <= {"F64", "F32", "F16", "BF16"}:
             differ[name] = f"{shape} in {form}, and {other} in {form_B}"
             continue
         rows, wide = shape[0], max(1, math.prod(shape[1:]))
         seen, sums, change = min(rows, max(1, most // wide)), [0.0, 0.0, 0.0], norms.get(name, 0.0) ** 2
-        for x, y in zip(parts(*at_A, seen, wide), parts(*at_B, seen, wide), strict=True):
+        for x, y in zip(parts(file_A, key_A, seen, wide), parts(file_B, key_B, seen, wide), strict=True):
             d = y - x
             sums = [a + float(b @ c) * rows / seen for a, b, c in zip(sums, (x, d, x), (x, d, d), strict=True)]
         layers[name] = (*sums, change, sums[1] if change else 0.0)

@@ -135,7 +135,8 @@ def _cholesky(C: Tensor, damping: float) -> Tensor:
     damped = C.double()
     damped = damped.clone() if damped is C else damped
     damped.diagonal().add_(damping + TINY)
-    return torch.linalg.cholesky(damped).to(C)
+    root: Tensor = torch.linalg.cholesky(damped)
+    return root.to(C)
 
 
 def _root_and_inverse(C: Tensor) -> tuple[Tensor, Tensor]:
