@@ -41,7 +41,7 @@ def moved(root: Path, out: Path, target: str = "b", data: str = "data.jsonl") ->
     """What the command says of it: its record."""
     found: dict[str, Any] = taskferry(
         "transfer", "--source-base", root / "a", "--source-tuned", root / "lora", "--target-base", root / target,
-        "--calibration", root / data, "--scale", 0.5, "--method", "bico", "--out", out, "--json",
+        "--calibration", root / data, "--scale", 0.5, "--method", "bico", "--force", "--out", out, "--json",
     ).json  # fmt: skip
     return found
 
@@ -81,7 +81,7 @@ def test_peft_loads_a_head_that_says_what_the_tuned_source_says(world: Path, tmp
     A, B = logits(world / "a", world / "lora", name), logits(world / "b", tmp_path / "out", name)
     assert float((A.argmax(1) == B.argmax(1)).double().mean()) > 0.6
     assert (record["head"]["layer"], record["head"]["classes"]) == ("classifier", CLASSES)
-    assert "The head classifier was solved from the tuned source's scores" in record["verdict"]["sentence"]
+    assert "The head classifier was solved from the tuned source's scores" in " ".join(record["verdict"]["notes"])
     assert not any("classifier" in name for name in record["ignored"])
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["classifier"])
@@ -95,7 +95,7 @@ def test_a_target_keeps_a_head_of_its_own_and_one_that_cannot_be_read_stays(worl
         record = moved(world, tmp_path / target, target)
         config = json.loads((tmp_path / target / "adapter_config.json").read_text())
         assert (config["task_type"], config["modules_to_save"]) == (None, None)
-        assert "head" not in record
+        assert not record["head"]
         assert any("classifier" in name for name in record["ignored"])
 
 
