@@ -5,7 +5,6 @@ from __future__ import annotations
 from string import Formatter
 from typing import Literal
 
-Sampler = Literal["random", "class-balanced"]
 LabelSource = Literal["auto", "data", "teacher"]
 WRITTEN = "calibration.jsonl"  # in an output folder: the samples, where they were generated
 TEMPLATE = "chat_template.jinja"  # beside an output: the source's, where the target has none

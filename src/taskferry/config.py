@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from taskferry.choices import FREE, GENERATE, OWN, LabelSource, ObjectiveName, Sampler, template
+from taskferry.choices import FREE, GENERATE, OWN, LabelSource, ObjectiveName, template
 from taskferry.errors import MissingSettings, TaskferryError, first_line
 
 S = TypeVar("S", bound="Settings")
@@ -68,7 +68,6 @@ class CalibrationSettings(Settings):
     calibration: str = Field(description="samples: JSONL, CSV, Parquet, image folder, or hub dataset id")
     samples: int = Field(100, ge=2, description="how many of them to use")
     per_class: int | None = Field(None, ge=1, description="samples of each class instead of a total number")
-    sampler: Sampler = Field("random", description="how samples are chosen")
     seed: int = Field(0, ge=0, lt=2**32, description="for choosing, splitting and generating samples")
     labels: LabelSource = Field("auto", description="from the data, or from the tuned source (teacher)")
     label_column: str = Field("label", description="the column with the class")
@@ -106,10 +105,8 @@ class GenerationSettings(CalibrationSettings):
             asked = [n for n in ("prompts", "temperature") if getattr(self, n) != type(self).model_fields[n].default]
             if asked:
                 raise ValueError(f"{asked[0]} is of generated samples: give --calibration {GENERATE}, or leave it out")
-        elif self.labels == "data" or self.per_class is not None or self.sampler != "random":
-            raise ValueError(
-                "generated samples have no labels but the tuned source's: leave labels, per_class and sampler out"
-            )
+        elif self.labels == "data" or self.per_class is not None:
+            raise ValueError("generated samples have no labels but the tuned source's: leave labels and per_class out")
         elif getattr(self, "source_tuned", None) is None and getattr(self, "adapters", None) is None:
             raise ValueError(f"--calibration {GENERATE}: the tuned source writes the samples: give --source-tuned")
         return self

@@ -190,7 +190,7 @@ def test_what_pairs_cannot_do_is_said(world: Path, tmp_path: Path) -> None:
         (("--set", "objective=probe"), "the objective 'probe' scores classes, the samples are pairs of texts"),
         (("--labels", "teacher"), "pairs of texts have no labels that a teacher could give"),
         (("--set", "micro_batch=1"), "it needs two pairs at least"),
-        (("--set", "sampler=class-balanced"), "need labels: use sampler=random"),
+        (("--set", "per_class=2"), "samples of each class need labels"),
     ):
         assert told in " ".join(moved(world, out, *more, code=2).err.split())
     ran = taskferry("evaluate", world / "causal", "--test", world / "pairs.jsonl", code=2)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from taskferry.choices import GENERATE, Sampler
+from taskferry.choices import GENERATE
 from taskferry.data.bounds import check_size, open_picture
 from taskferry.data.forms import Kind, Row, renaming, unified
 from taskferry.disk.files import MOST_JSON, nearest, writing
@@ -64,40 +64,29 @@ class Samples:
 
 
 def choose(
-    total: int,
-    n: int,
-    *,
-    labels: Sequence[int] | None = None,
-    per_class: int | None = None,
-    sampler: Sampler = "random",
-    seed: int = 0,
+    total: int, n: int, *, labels: Sequence[int] | None = None, per_class: int | None = None, seed: int = 0
 ) -> list[int]:
-    """Choose samples at random, the same for the same seed.
+    """Draw samples, the same for the same seed.
 
     Args:
         total: How many there are.
         n: How many to take; all, where there are no more.
         labels: Their class numbers.
         per_class: So many of each class, in place of `n`.
-        sampler: "class-balanced" takes as evenly from all classes as their sizes allow.
         seed: Of the draw.
     """
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
-    if sampler == "random" and per_class is None:
+    if per_class is None:
         return order[:n]
     if labels is None:
-        raise TaskferryError("samples of each class need labels: use sampler=random with a number of samples")
-    by_class: dict[int, list[int]] = {}
+        raise TaskferryError("samples of each class need labels: give a number of samples, and no per_class")
+    by_class: dict[int, list[int]] = {label: [] for label in sorted(set(labels))}
     for i in order:
-        by_class.setdefault(labels[i], []).append(i)
-    queues = [by_class[label] for label in sorted(by_class)]
-    if per_class is not None:
-        for label, members in sorted(by_class.items()):
-            if len(members) < per_class:
-                raise TaskferryError(f"class {label} has {len(members)} samples, {per_class} are asked for")
-        n = per_class * len(queues)
-    turns = range(max(map(len, queues)))
-    return [queue[turn] for turn in turns for queue in queues if turn < len(queue)][:n]
+        by_class[labels[i]].append(i)
+    for label, members in by_class.items():
+        if len(members) < per_class:
+            raise TaskferryError(f"class {label} has {len(members)} samples, {per_class} are asked for")
+    return [members[turn] for turn in range(per_class) for members in by_class.values()]
 
 
 def load_samples(

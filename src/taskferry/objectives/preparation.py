@@ -115,14 +115,8 @@ def prepare(
 
 
 def _chosen(settings: CalibrationSettings, samples: Samples) -> list[int]:
-    return choose(
-        len(samples),
-        settings.samples,
-        labels=samples.labels,
-        per_class=settings.per_class,
-        sampler=settings.sampler,
-        seed=settings.seed,
-    )
+    total, n, per_class = len(samples), settings.samples, settings.per_class
+    return choose(total, n, labels=samples.labels, per_class=per_class, seed=settings.seed)
 
 
 def check_samples(settings: CalibrationSettings, samples: Samples) -> None:

@@ -51,7 +51,7 @@ def teacher_model(source: Loaded, tuned: Tuned | None) -> Iterator[Loaded]:
     if tuned is None:
         raise TaskferryError(
             "labels from the teacher need the tuned source in memory, and it is not there: give labels, or give "
-            "--source-tuned and whole models (no --engine blockwise, no --device-memory)"
+            "--source-tuned and whole models (no --engine blockwise)"
         )
     whole = tuned.adapter is None and Path(resolve(tuned.given)).is_dir()
     if not whole:
