@@ -67,7 +67,7 @@ def test_a_lora_from_llama_to_phi_3(tmp_path: Path) -> None:
     assert ran.json["verdict"]["moved"] == 3 * 4
     config = json.loads((out / "adapter_config.json").read_text())
     largest = max(config["r"], *config["rank_pattern"].values())
-    assert f"Rank {largest} (it came with {largest // 3})" in ran.json["verdict"]["sentence"]
+    assert f"Rank {largest} (it came with {largest // 3})" in " ".join(ran.json["verdict"]["notes"])
     assert sorted(config["target_modules"]) == ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]
     target = load_model(str(tmp_path / "b")).model
     tau = read_adapter(out, Skeleton.of(target)).tau

@@ -105,7 +105,6 @@ def test_a_lora_of_a_classifier_keeps_its_prefix(world: Path, tmp_path: Path) ->
     given = ["--source-base", world / "bert", "--source-tuned", tmp_path / "lora", "--target-base", world / "wide",
              "--calibration", world / "texts.jsonl", "--method", "bico", "--scale", 1, "--json"]  # fmt: skip
     ran = taskferry("transfer", *given, "--out", tmp_path / "moved")
-    assert "classifier.weight" in ran.json["ignored"]
     target = transformers.AutoModelForSequenceClassification.from_pretrained(world / "wide", num_labels=2)
     loaded = peft.PeftModel.from_pretrained(target, tmp_path / "moved")
     weights = [p for n, p in loaded.named_parameters() if "lora_B" in n]
@@ -268,7 +267,6 @@ def test_labels_from_the_teacher(world: Path, tmp_path: Path) -> None:
     assert "from the tuned source (teacher), because the data has none" in ran.out
     told = " ".join(ran.out.split())
     assert "The answers are those of the tuned source: evaluate it on true ones." in told
-    assert f"next taskferry evaluate {tmp_path / 'one'} --test TEST_DATA" in told
     assert "did you mean bico?" in taskferry("transfer", *given, "--method", "bicos", "--out", "x", code=2).err
     asked = pair(world, "llama", "qwen", "llama-full", "asked.jsonl")
     ran = taskferry(

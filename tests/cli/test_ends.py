@@ -119,7 +119,7 @@ def test_a_base_model_takes_the_chat_template_of_the_source(world: Path, tmp_pat
                     "--out", out)  # fmt: skip
     record = json.loads((out / "taskferry.json").read_text())
     assert f"in the chat template of {source}" in record["calibration"]["labels"]
-    assert "Right answers on" in " ".join(ran.out.split())
+    assert "of the answers are right on" in " ".join(ran.out.split())
     assert transformers.AutoTokenizer.from_pretrained(base).eos_token in (out / "chat_template.jinja").read_text()
     own = taskferry("evaluate", source, "--add", lora, "--test", chats, "--json").json
     moved = taskferry("evaluate", base, "--add", out, "--test", chats, "--json").json

@@ -119,7 +119,7 @@ def test_maps_of_generated_samples(world: Path, tmp_path: Path) -> None:
 
 
 def test_what_was_drawn_can_be_learned_from(world: Path, tmp_path: Path) -> None:
-    record = made(world, tmp_path / "learned", "--set", "steps=2").json
+    record = made(world, tmp_path / "learned", "--method", "distil", "--set", "steps=2").json
     assert record["provenance"]["distilled"]["losses"][-1][0] == 2
     assert "no evidence on real ones" in " ".join(record["verdict"]["notes"])
 

@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 CPU = {"device": "cpu"}
-APART = {"source_device": "pretend:0", "target_device": "pretend:1"}
+APART = {"device": "pretend:0,pretend:1"}
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +135,7 @@ def test_evaluate(world: Path) -> None:
 
 
 def test_a_device_that_is_not_there_is_named(world: Path, tmp_path: Path) -> None:
-    for wrong in ({"device": "nowhere"}, {"target_device": "cuda:7"}, {"device": "nowhere", "engine": "blockwise"}):
+    for wrong in ({"device": "nowhere"}, {"device": "cpu,cuda:7"}, {"device": "nowhere", "engine": "blockwise"}):
         with pytest.raises(ValueError, match=r"no device '(nowhere|cuda:7)' here: .*; give --device cpu"):
             transfer(TransferSettings(**language(world), **wrong, out=tmp_path / "out"), command="test")
     assert not (tmp_path / "out").exists()

@@ -261,7 +261,7 @@ def test_a_revision_stands_where_peft_reads_it(
 ) -> None:
     skeleton = Skeleton.of(load_model(world / "masked").model)
     adapter = read_adapter(world / "lora", skeleton)
-    write_form("lora", adapter.tau, tmp_path, target=skeleton, adapter=adapter, base=given)
+    write_form(tmp_path, "lora", adapter.tau, skeleton, base=given, like=adapter)
     config = peft.LoraConfig.from_pretrained(tmp_path)
     assert (config.base_model_name_or_path, config.revision) == (name, revision)
 

@@ -168,8 +168,8 @@ def test_evaluate_and_the_verdict_say_them(tmp_path: Path) -> None:
     ran = taskferry(*given, "--out", out)
     answers = json.loads((out / "taskferry.json").read_text())["verdict"]["answers"]
     assert (answers["samples"], answers["held_out"]) == (18, False)  # maps at a given scale are of all samples
-    assert "18 calibration samples: " in " ".join(ran.out.split())
-    for who, scale in (("before", []), ("moved", ["--add", out])):
+    assert "on 18 calibration samples, " in " ".join(ran.out.split())
+    for who, scale in (("before", []), ("after", ["--add", out])):
         found = taskferry("evaluate", other, *scale, "--test", data, "--json").json
         assert found["stopped"] == answers[who]["stopped"]  # a random model never ends
     for which in answers["examples"]:

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from taskferry import Batch, Calibration, TaskferryError, load_model, load_samples
-from taskferry.collect.capture import Side, watch
+from taskferry.collect.device import frozen
+from taskferry.collect.recorder import Recorder
 from taskferry.data.builders import evenly, pair_calibration
-from taskferry.layers import family_of
 from taskferry.layers.discovery import find_sites
 from taskferry.objectives.objectives import Contrastive, default_objective
 from tests.helpers import folders
@@ -97,12 +97,14 @@ def test_recorded_gradients_are_those_of_the_plain_loss(texts: int, world: Path)
     inputs: dict[str, Tensor] = {}
     loss = Contrastive().bind(loaded.model, calibration.side(0))
     for batch in calibration.side(0):
-        side = Side(loaded.model, loss)
-        value = watch(
-            side, batch, sites, lambda call, x, _: inputs.update({call.site.name: x}),
-            lambda call, g: found[call.site.name].add_(torch.einsum("nlo,nli->oi", g, inputs[call.site.name])),
-            family_of(loaded.model).layouts(loaded.model, batch),
+        recorder = Recorder(
+            loaded.model, sites, samples=batch.rows, on_forward=lambda call, x, _: inputs.update({call.site.name: x}),
+            on_gradient=lambda call, g: found[call.site.name].add_(
+                torch.einsum("nlo,nli->oi", g, inputs[call.site.name])
+            ),
         )  # fmt: skip
+        with frozen(loaded.model), recorder:
+            value = loss(batch)
         value.backward()
     import transformers
 

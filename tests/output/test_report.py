@@ -48,7 +48,7 @@ def with_answers(record: dict[str, Any], text: str = "yes") -> dict[str, Any]:
     """A record as one of a language model has it."""
     scores = {"right": 50.0, "exact": 50.0, "stopped": 100.0}
     example = {"prompt": text, "source": text, "before": text, "after": text}
-    answers = {**dict.fromkeys(("source", "before", "moved"), scores), "samples": 20, "examples": [example] * 5,
+    answers = {**dict.fromkeys(("source", "before", "after"), scores), "samples": 20, "examples": [example] * 5,
                "gain": {"points": 20.0, "low": -5.0, "high": 45.0}}  # fmt: skip
     return {**record, "form": "lora", "rank": 4, "verdict": {**record["verdict"], "answers": answers}}
 

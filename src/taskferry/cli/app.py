@@ -52,7 +52,8 @@ VERBS = {  # by panel of the help; a test holds each sentence to the verb's own
         "fleet": "Move every adapter of a folder to one or more new bases, in parallel; rerun to resume.",
     },
     "Look and compare": {
-        "inspect": "Show the linear layers of a model, a task vector, an alignment, or what moved in an output.",
+        "inspect": "Show a model's linear layers, a task vector, an alignment, what moved in an output, or how near two bases "
+        "are.",
         "compare": "Compare methods on one pair of models, with the same samples and test data.",
     },
 }
