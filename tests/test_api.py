@@ -37,7 +37,9 @@ def test_one_call_in_memory(tmp_path: Path) -> None:
     assert again.folder == tmp_path / "again"
     one, two = (load_file(folder / "adapter_model.safetensors") for folder in (saved, tmp_path / "again"))
     assert one.keys() == two.keys()
-    assert all(torch.allclose(value, two[name], atol=1e-4) for name, value in one.items())  # the same samples
+    assert all(
+        torch.allclose(value.float(), two[name].float(), atol=1e-3) for name, value in one.items()
+    )  # the same samples
 
 
 def model_of_source() -> torch.nn.Module:

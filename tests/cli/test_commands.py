@@ -104,7 +104,7 @@ def test_a_lora_of_a_classifier_keeps_its_prefix(world: Path, tmp_path: Path) ->
     folders.lora(world / "head", tmp_path / "lora", ["query", "value"], task_type="SEQ_CLS")
     given = ["--source-base", world / "bert", "--source-tuned", tmp_path / "lora", "--target-base", world / "wide",
              "--calibration", world / "texts.jsonl", "--method", "bico", "--scale", 1, "--json"]  # fmt: skip
-    ran = taskferry("transfer", *given, "--out", tmp_path / "moved")
+    taskferry("transfer", *given, "--out", tmp_path / "moved")
     target = transformers.AutoModelForSequenceClassification.from_pretrained(world / "wide", num_labels=2)
     loaded = peft.PeftModel.from_pretrained(target, tmp_path / "moved")
     weights = [p for n, p in loaded.named_parameters() if "lora_B" in n]

@@ -69,7 +69,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
-        ("language", {}),
+        ("language", {"method": "bico"}),
         pytest.param("language", {"engine": "blockwise", "method": "bico"}, marks=pytest.mark.every),
         pytest.param("language", {"method": "bico", "scale": 1.0}, marks=pytest.mark.every),
         pytest.param("texts", {}, marks=pytest.mark.every),

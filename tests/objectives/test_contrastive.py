@@ -150,7 +150,7 @@ def test_both_engines_move_and_measure_the_same(form: str, world: Path, tmp_path
 
 
 def test_the_scale_is_chosen_on_pairs(world: Path, tmp_path: Path) -> None:
-    record = moved(world, tmp_path / "out", "--set", "micro_batch=5", "--json", code=None).json
+    record = moved(world, tmp_path / "out", "--method", "bico", "--set", "micro_batch=5", "--json", code=None).json
     with torch.no_grad():
         loss, _ = plainly(world / "b", 2, 4, record["calibration"]["indices"][-4:])  # those held out
     assert record["scale_curve"][0] == [0.0, pytest.approx(float(loss) / 4, rel=1e-4)]

@@ -93,7 +93,7 @@ def test_what_a_lora_cannot_hold_did_not_move(tmp_path: Path) -> None:
                 parameter.add_(1.0 if name.endswith("bias") else 0.05)
     model.save_pretrained(tmp_path / "tuned")
     folders.prompts(tmp_path / "prompts.jsonl")
-    lora = ["--as", "lora", "--rank", 4]
+    lora = ["--as", "lora", "--rank", 4, "--method", "bico"]
     _, record = moved(tmp_path, "tuned", tmp_path / "lora", *lora)
     rows = {row["parameter"]: row for row in record["coverage"]["rows"]}
     bias = "model.layers.0.self_attn.q_proj.bias"

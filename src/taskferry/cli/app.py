@@ -52,8 +52,7 @@ VERBS = {  # by panel of the help; a test holds each sentence to the verb's own
         "fleet": "Move every adapter of a folder to one or more new bases, in parallel; rerun to resume.",
     },
     "Look and compare": {
-        "inspect": "Show a model's linear layers, a task vector, an alignment, what moved in an output, or how near two bases "
-        "are.",
+        "inspect": "Show what a model, an adapter, an alignment or an output holds, or how near two bases are.",
         "compare": "Compare methods on one pair of models, with the same samples and test data.",
     },
 }

@@ -25,7 +25,7 @@ def run(
     every: Annotated[bool, typer.Option("--all", help="every parameter, not one line a reason or kind")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show a model's linear layers, a task vector, an alignment, what moved in an output, or how near two bases are."""
+    """Show what a model, an adapter, an alignment or an output holds, or how near two bases are."""
     if tuned and not other:
         raise TaskferryError("--tuned is held against the distance of two bases: give the other base too")
     with waiting(as_json):

@@ -56,7 +56,7 @@ class Bars:
 
     def note(self, what: str) -> None:
         """Show what takes a while and has no steps, until the next note or step."""
-        if self._waiting is not None:
+        if self._waiting in self._progress.task_ids:  # an interrupt may come between
             self._progress.remove_task(self._waiting)
         self._waiting = self._progress.add_task(escape(what), total=None, note="") if what else None
 

@@ -170,7 +170,9 @@ def _shares(change: Record) -> str:
     large = [part for part in parts if part[1] >= 0.005]
     legend = ", ".join(f"{where} {share:.0%}{'' if kind == 'moved' else ' stayed'}" for where, share, kind in large)
     words = f"Shares of the change, by squared norm: {legend}."
-    return tag("div", *bar, class_="shares", role="img", aria_label=words) + tag("p", escape(words), class_="note")
+    return tag("div", *bar, class_="shares", role="img", aria_label="Shares of the change") + tag(
+        "p", escape(words), class_="note"
+    )
 
 
 def _reasons(coverage: Record) -> str:
