@@ -196,7 +196,7 @@ def test_lines_that_have_no_end(tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     for content in ("[" * 100_000, '{"a":' * 100_000, '{"text": "[[[[", "label": ' + "[" * 70 + "]" * 70 + "}"):
         path.write_text(content)
-        with pytest.raises(TaskferryError, match="nests"):
+        with pytest.raises(TaskferryError, match=r"nests|1 sample"):
             load_samples(str(path))
     rows = [{"text": "[" * 100 + '"' + "{" * 100 + "\\", "label": i % 2} for i in range(4)]  # brackets in a text
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

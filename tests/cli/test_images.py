@@ -69,7 +69,7 @@ def test_openclip_folders(tmp_path: Path) -> None:
     data = ["--calibration", tmp_path / "images", "--method", "bico", "--scale", 1, "--force", "--json"]
     ran = taskferry("transfer", *given, *data, "--out", tmp_path / "moved")
     assert ran.json["provenance"]["objective"][1].startswith("ZeroShot(")
-    assert ran.json["verdict"]["moved"] == 3 * 8 + 1  # the blocks with their biases, and the projection
+    assert ran.json["verdict"]["moved"] == 3 * 8 + 2  # blocks with biases, patches, the projection
     model = open_clip.create_model(f"local-dir:{tmp_path / 'moved'}", load_weights=True)
     written = load_file(tmp_path / "moved" / "open_clip_model.safetensors")
     assert torch.equal(model.visual.proj, written["visual.proj"])

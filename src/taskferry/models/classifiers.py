@@ -59,7 +59,7 @@ def classifier_around(loaded: Loaded, head: str, classes: int) -> nn.Module | No
     if kind is kinds[0] and config.pad_token_id is None:
         config.pad_token_id = loaded.tokenizer().pad_token_id  # the token before it is scored
     with accelerate.init_empty_weights():
-        model = kind.from_config(config)
+        model = kind.from_config(config)  # type: ignore[no-untyped-call]
     body = getattr(loaded.model, "base_model", None)
     if type(getattr(model, model.base_model_prefix, None)) is not type(body):
         return None
