@@ -1,7 +1,7 @@
 """A LoRA on relatives of its base: the copy, its best scale, and what learns, beside how near the two bases are.
 
     python benchmarks/relatives/run.py [--quick] [--json benchmarks/results/relatives.json] [--base FOLDER]
-        [--lora FOLDER] [--steps N …] [--questions N] [--rows ROW …] [--shown]
+        [--lora FOLDER] [--steps N …] [--targets NAME …] [--questions N] [--rows ROW …] [--shown]
 
 The relatives are made here and kept in the folder of TASKFERRY_BENCH_DATA: the base after N steps of continued
 pre-training of all weights on news and messages, and the base with its blocks rounded to 4 bits. The LoRA sorts the
@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, default=HOME / SMOL)
     parser.add_argument("--lora", type=Path, default=common.DATA / "language" / f"{SMOL}-trec-120-sft")
     parser.add_argument("--steps", nargs="*", type=int, default=[30, 100, 300], help="of continued pre-training")
+    parser.add_argument("--targets", nargs="+", metavar="NAME", help="the lines of the table to run (default: all)")
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(SHOWN), metavar="ROW")
     parser.add_argument("--shown", action="store_true", help="run nothing: the table of what earlier runs finished")
@@ -179,6 +180,8 @@ def main() -> None:
             common.keep(options.json, cells)
         made = continued(options.base, folder, options.steps) if options.steps else {}
         for name, path in {**made, **rounded(options.base, folder)}.items():
+            if name not in (options.targets or [name]):
+                continue
             known = cells.setdefault(name, {})
             models = A, load_model(str(path))
             for row in run_cell(models, options.lora, options.questions, samples, options.rows, known):

@@ -1,10 +1,10 @@
 """Distillation: the target learns for a few steps what the tuned source answers on the samples, without a label.
 
 It starts from nothing, or from what another method has moved. Where the source's change fits the target as it is and
-lowers the held-out loss, as between a base and its next version, the copy is the start; else language models start from
-nothing and models that score classes from BiCo, each from where it got furthest. The tuned source answers once;
-then AdamW trains a LoRA of the rank that came in (weights, of a full fine-tune), and held-out samples keep the best of
-about ten looks.
+lowers the held-out loss, as between a base and its next version, the copy is the start, and all of it where it is near
+enough. Else language models start from nothing and models that score classes from BiCo, each from where it got
+furthest. The tuned source answers once; then AdamW trains a LoRA of the rank that came in (weights, of a full
+fine-tune), and held-out samples keep the best of about four looks.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from taskferry.training.refine import refine
 Start = Literal["auto", "nothing", "naive", "bico", "natural"]
 
 STRENGTHS = (0.5, 1.0, 1.5)  # of a copied change: what people turn by hand
+CLOSED = 0.95  # of the gap to the tuned source: training on top of such a copy gained nothing (docs/results.md)
 SPREAD = 2.0  # of the random factor of a new LoRA, in units of 1/√width
 
 
@@ -52,7 +53,8 @@ def distil(
     fit, held_out = (lesson_of(models, job.tau, some, heads) for some in (job.calibration, job.judging))
     begun, first, moved = None, str(start), None
     if start == "auto":
-        begun, first = helpful_copy(job, held_out), "the copied change"
+        begun, closed = helpful_copy(job, held_out)
+        first, steps = "the copied change", steps if closed < CLOSED else 0
         if begun is None:
             first = "nothing" if isinstance(fit, Tokens) else "bico"
     if begun is None and first != "nothing":
@@ -79,15 +81,21 @@ def distil(
     return Moved(TaskVector(change.deltas, coverage), sites=moved.sites if moved else (), curve=curve, notes=notes)
 
 
-def helpful_copy(job: Job, held_out: Lesson) -> TaskVector | None:
-    """The source's change as it is, at the strength that is best on held-out samples; None where it does not help."""
+def helpful_copy(job: Job, held_out: Lesson) -> tuple[TaskVector | None, float]:
+    """The source's change as it is, at the strength that is best on held-out samples, and how far it gets.
+
+    Returns:
+        The change, or None where it does not fit or does not help; the share that it closes of the gap between the
+        untouched target and what the tuned source itself would have.
+    """
     found = shapes(job.target)
     if not all(tuple(delta.shape) == found.get(name) for name, delta in job.tau.deltas.items()):
-        return None
+        return None, 0.0
     copied = run("naive", job).tau
     losses = {scale: mean_loss(job.target, held_out, scale * copied) for scale in (0.0, *STRENGTHS)}
     best = min(losses, key=lambda scale: losses[scale])
-    return best * copied if best else None
+    gap = losses[0.0] - held_out.floor
+    return (best * copied, (losses[0.0] - losses[best]) / gap) if best else (None, 0.0)
 
 
 def nothing(job: Job, seed: int) -> TaskVector:

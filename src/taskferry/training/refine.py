@@ -5,7 +5,7 @@
     >>> refined.change, refined.kept, refined.losses
 
 A LoRA learns by its two factors, a dense change by the weights that it changes; what does not change stays. Held-out
-samples judge about ten times on the way, and the best of these changes is kept: where none is better, the start.
+samples judge about four times on the way, and the best of these changes is kept: where none is better, the start.
 """
 
 from __future__ import annotations
