@@ -118,7 +118,7 @@ def transfer(
             adapter = replace(adapter, head=tensors)
             ignored = {name: why for name, why in ignored.items() if name not in tensors}
         left = {**ignored, **cut.get("not_in_the_lora", {})}
-        verdict = _completed(verdict, config, models, source, moved.tau, left)
+        verdict = _completed(verdict, config, models, source, change, left)
         notes = [
             *verdict.notes,
             *([SOLVED.format(**head)] if head else []),

@@ -53,6 +53,9 @@ class BlockRun:
                 f"models of one; {WHOLE}"
             )
         self.blocks = list(paths.values())
+        depth = getattr(getattr(lazy.model, "config", None), "num_hidden_layers", len(self.blocks))
+        if isinstance(depth, int) and depth > len(self.blocks):  # one block for many layers, as in ALBERT
+            raise TaskferryError(f"{lazy.given} runs {self.blocks[0]} more than once in a pass: {WHOLE}")
         self.outer = lazy.outside(self.blocks)
         self.loss = 0.0  # summed over all samples
         self.bound: Loss | None = None

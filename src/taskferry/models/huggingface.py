@@ -177,7 +177,11 @@ def tokenizer(loaded: Loaded) -> Any:
         raise TaskferryError(f"{loaded.given} has no tokenizer that loads ({first_line(error)}): {copy}") from error
     if not found("a word", add_special_tokens=False)["input_ids"]:  # of a folder without its files, for some families
         raise TaskferryError(f"{loaded.given} has a tokenizer without words: {copy}")
-    rows = getattr(getattr(loaded.model, "get_input_embeddings", lambda: None)(), "num_embeddings", None)
+    try:
+        table = getattr(loaded.model, "get_input_embeddings", lambda: None)()
+    except NotImplementedError:  # of two towers neither is the one
+        table = None
+    rows = getattr(table, "num_embeddings", None)
     if rows is not None and found.pad_token_id is not None and found.pad_token_id >= rows:
         found.pad_token = found.eos_token  # one was added, and the model has no row for it: it is masked in any case
     return found

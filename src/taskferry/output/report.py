@@ -166,7 +166,7 @@ def _shares(change: Record) -> str:
     parts += [(where, share, "kept") for where, share in change.get("stayed", {}).items()]
     if not parts:
         return ""
-    bar = (tag("i", class_=kind, style=f"flex-grow:{share:.4f}", title=f"{w} {share:.0%}") for w, share, kind in parts)
+    bar = (tag("i", class_=kind, style=f"flex-grow:{share:.4f}") for _, share, kind in parts)
     large = [part for part in parts if part[1] >= 0.005]
     legend = ", ".join(f"{where} {share:.0%}{'' if kind == 'moved' else ' stayed'}" for where, share, kind in large)
     words = f"Shares of the change, by squared norm: {legend}."
