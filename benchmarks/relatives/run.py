@@ -34,7 +34,7 @@ from taskferry.nearness import nearness
 from taskferry.objectives.preparation import Prepared, prepare
 from taskferry.objectives.teacher import lesson_of
 
-SHOWN = ("copied", "copied, best scale", "BiCo, best scale", "natural, 1 step", "default", "distil, 40 steps")
+SHOWN = ("copied", "copied, best scale", "default", "copied, distil, 40 steps", "distil, 40 steps", "BiCo, best scale")
 TEXTS = ("ag_news", "emotion")  # what pre-training goes on with
 RATE, WARMUP, SEQUENCES, TOKENS = 3e-4, 10, 4, 64  # of AdamW; texts of a step, and their length
 GROUP, LEVELS = 64, 7  # weights that share a scale in 4 bits; steps on either side of zero

@@ -51,9 +51,12 @@ ROWS: dict[str, Row] = {
     **{f"distil, {steps} steps": Row("distil", {"steps": steps, "start": "nothing"}) for steps in (10, 20, 40, 100)},
     "natural, distil, 40 steps": Row("distil", {"steps": 40, "start": "natural"}),
     "BiCo, distil, 40 steps": Row("distil", {"steps": 40, "start": "bico"}),
+    "copied, distil, 40 steps": Row("distil", {"steps": 40, "start": "naive"}),
     "default": Row("distil"),
 }
-FRONTIER = [name for name in ROWS if "only" not in name]  # what quality is held against cost for
+FRONTIER = [
+    name for name in ROWS if "only" not in name and name != "copied, distil, 40 steps"
+]  # what quality is held against cost for
 
 
 def move(row: Row, models: tuple[nn.Module, nn.Module], tau: TaskVector, prepared: Prepared, seed: int) -> TaskVector:

@@ -29,7 +29,7 @@ from taskferry.training.refine import refine
 Start = Literal["auto", "nothing", "naive", "bico", "natural"]
 
 STRENGTHS = (0.5, 1.0, 1.5)  # of a copied change: what people turn by hand
-CLOSED = 0.95  # of the gap to the tuned source: training on top of such a copy gained nothing (docs/results.md)
+CLOSED = 0.95  # of the gap to the tuned source: training on top gained nothing where it was tried (docs/results.md)
 SPREAD = 2.0  # of the random factor of a new LoRA, in units of 1/√width
 
 
