@@ -30,6 +30,7 @@ from taskferry.collect.scale import moved_by
 from taskferry.data.batch import IGNORED, Batch, Calibration, joined, trimmed
 from taskferry.errors import TaskferryError
 from taskferry.layers import family_of
+from taskferry.linalg.natural import fisher_root
 from taskferry.models import Loaded, Tuned, load_model
 from taskferry.models.models import resolve
 from taskferry.models.peft import in_body
@@ -133,9 +134,7 @@ class Lesson:
         In each row, p the softmax and u random signs: v = √weight (√p ∘ u − p ⟨√p, u⟩), so that E[v vᵀ] =
         weight (diag p − p pᵀ).
         """
-        p = logits.detach().softmax(-1)
-        signed = p.sqrt() * _signs(p, generator)
-        v = signed - p * signed.sum(-1, keepdim=True)
+        v = fisher_root(logits, _signs(logits, generator))
         return math.sqrt(self.weight) * (logits * v).sum()
 
 

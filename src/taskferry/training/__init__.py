@@ -1,1 +1,1 @@
-"""Training: one loop, for `--refine`."""
+"""Training: one loop, for `distil`."""
