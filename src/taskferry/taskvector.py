@@ -209,6 +209,11 @@ class TaskVector:
         return self.deltas.changed(name) if isinstance(self.deltas, LazyDeltas) else bool(self.take([name]))
 
     @property
+    def rank(self) -> int | None:
+        """The largest rank of its low-rank parts; None where there are none."""
+        return max((delta.rank for delta in self.deltas.values() if isinstance(delta, LowRank)), default=None)
+
+    @property
     def low_rank(self) -> bool:
         """Whether every change of a matrix is low-rank."""
         if isinstance(self.deltas, LazyDeltas):

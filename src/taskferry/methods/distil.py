@@ -100,8 +100,7 @@ def helpful_copy(job: Job, held_out: Lesson) -> tuple[TaskVector | None, float]:
 
 def nothing(job: Job, seed: int) -> TaskVector:
     """A change of zero in every layer that can learn, in the form of the source's: AdamW fills it."""
-    ranks = [delta.rank for delta in job.tau.deltas.values() if isinstance(delta, LowRank)]
-    rank = max(ranks) if job.tau.low_rank else None
+    rank = job.tau.rank if job.tau.low_rank else None
     linear = Skeleton.of(job.target).linear
     generator = torch.Generator().manual_seed(seed)
     deltas: dict[str, Delta] = {}

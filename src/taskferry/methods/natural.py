@@ -54,8 +54,7 @@ def natural(
     sites = learning_sites(job.pair.target_sites, layers, depth)
     models, heads = (job.source, job.target), job.pair.objectives
     fit, held_out = (lesson_of(models, job.tau, some, heads) for some in (job.calibration, job.judging))
-    ranks = [delta.rank for delta in job.tau.deltas.values() if isinstance(delta, LowRank)]
-    rank = max(ranks) if job.tau.low_rank else None
+    rank = job.tau.rank if job.tau.low_rank else None
     generator = torch.Generator().manual_seed(seed)
     change, losses = TaskVector({}), [mean_loss(job.target, held_out, TaskVector({}))]
     for number in range(steps):
